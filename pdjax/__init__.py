@@ -1,0 +1,1 @@
+"""Serve large language models from JAX meshes with prefill and decode apart."""

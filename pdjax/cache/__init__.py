@@ -1,0 +1,1 @@
+"""KV pages: their shape (`spec`), the pool that holds them (`pool`) and who owns which (`allocator`)."""

@@ -1,0 +1,204 @@
+"""A room as its decode side sees it: events in, actions out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pdjax.disagg.protocol import messages as wire
+from pdjax.disagg.protocol.actions import Action, Close, Drain, Fail, FreeSlot, GrantSlot, Scatter, Send, StartDecode
+from pdjax.disagg.protocol.prefill_room import Cancel, LinkLost, Received, Tick, Timeouts
+from pdjax.disagg.protocol.states import RoomState, advance
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """The request has its pages and the link to the prefill side stands: claim the room."""
+
+    link: str
+    generation: int
+    prompt_tokens: int
+    prompt_digest: bytes
+    pages: int  # that hold the prompt
+
+
+@dataclass(frozen=True)
+class SlotFound:
+    """A staging slot for a chunk that a `GrantSlot` asked for."""
+
+    chunk: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Landed:
+    """A chunk's bytes are in its slot."""
+
+    notice: wire.ChunkNotice
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """A landed chunk is in the request's pages."""
+
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Drained:
+    """After a `Drain`: whatever the lost writer had sent has landed."""
+
+
+Event = Reserved | Received | SlotFound | Landed | Scattered | LinkLost | Drained | Cancel | Tick
+
+
+@dataclass
+class DecodeRoom:
+    """The machine. `handle` is the only way in; times are seconds of one clock that never goes back.
+
+    Slots are what must outlive a failure: a granted slot that has not landed may still be written to, so it is freed
+    only by the prefill side's `AbortAck`, or when that side is gone and the transfer worker has run dry. Pages are
+    written by this side's own scatters only, and are free as soon as `Fail` is out.
+    """
+
+    room: int
+    timeouts: Timeouts
+    page_bytes: int
+    deadline: float | None = None
+    state: RoomState = RoomState.BOOTSTRAPPING
+    link: str | None = None
+    generation: int | None = None
+    _pages: int = 0
+    _granted: dict[int, int] = field(default_factory=dict)  # chunk -> slot that may still be written to
+    _landed: dict[int, int] = field(default_factory=dict)  # chunk -> slot that waits for its scatter
+    _covered: set[int] = field(default_factory=set)  # pages that have been scattered
+    _pages_of: dict[int, range] = field(default_factory=dict)
+    _scattered: int = 0
+    _handoff: wire.Handoff | None = None
+    _closed: bool = False
+
+    def handle(self, event: Event, now: float) -> list[Action]:
+        """Take one event at time `now`, return what is to be done, in order."""
+        match event:
+            case Reserved() if not self.state.final:
+                self.link, self.generation, self._pages = event.link, event.generation, event.pages
+                self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
+                self.deadline = now + self.timeouts.waiting
+                claim = wire.Claim(self.room, event.generation, event.prompt_tokens, event.prompt_digest)
+                return [Send(event.link, claim)]
+            case Received(link, message) if link == self.link and message.generation == self.generation:
+                return self._receive(message, now)
+            case SlotFound(chunk, slot):
+                return self._grant(chunk, slot, now)
+            case Landed(notice) if notice.generation == self.generation:
+                return self._land(notice, now)
+            case Scattered(chunk):
+                slot = self._landed.pop(chunk)
+                self._covered.update(self._pages_of[chunk])
+                self._scattered += 1
+                return [FreeSlot(slot), *(self._close_when_dry() if self.state.final else self._complete(now))]
+            case LinkLost(reason):
+                self.link = None
+                failed = self._fail(502, f"the link to the prefill instance ended: {reason}")
+                return [*failed, Drain()] if self._granted else failed
+            case Drained():
+                return self._free_granted()
+            case Cancel(status, reason):
+                return self._give_up(status, reason)
+            case Tick() if not self.state.final and self.deadline is not None and now >= self.deadline:
+                return self._give_up(504, self._overdue())
+        return []
+
+    def _receive(self, message: wire.RoomMessage, now: float) -> list[Action]:
+        match message:
+            case wire.SlotRequest(chunk=chunk) if not self.state.final:
+                return [GrantSlot(chunk)]
+            case wire.Handoff() if not self.state.final and self._handoff is None:
+                self._handoff = message
+                self.deadline = now + self.timeouts.transfer
+                return self._complete(now)
+            case wire.Abort(status=status, reason=reason):
+                return self._fail(status, reason)
+            case wire.AbortAck():
+                return self._free_granted()
+        return []
+
+    def _grant(self, chunk: int, slot: int, now: float) -> list[Action]:
+        if self.state.final or self.link is None:
+            return [FreeSlot(slot), *self._close_when_dry()]
+        if self.state is RoomState.WAITING_FOR_INPUT:
+            self.state = advance(self.state, RoomState.TRANSFERRING)
+        self._granted[chunk] = slot
+        return [Send(self.link, wire.SlotGrant(self.room, self._claimed(), chunk, slot))]
+
+    def _land(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
+        slot = self._granted.get(notice.chunk)
+        if slot is None or slot != notice.slot:
+            return []
+        del self._granted[notice.chunk]
+        if self.state.final:
+            return [FreeSlot(slot), *self._close_when_dry()]
+        end = notice.first_page + notice.pages
+        fits = 0 <= notice.first_page < end <= self._pages and notice.nbytes == notice.pages * self.page_bytes
+        if not fits:
+            reason = (
+                f"chunk {notice.chunk} of room {self.room} speaks of {notice.nbytes} bytes for pages "
+                f"[{notice.first_page}, {end}) of {self._pages} with {self.page_bytes} bytes each"
+            )
+            return [FreeSlot(slot), *self._give_up(502, reason)]
+        self._landed[notice.chunk] = slot
+        self._pages_of[notice.chunk] = range(notice.first_page, end)
+        self.deadline = now + (self.timeouts.transfer if self._handoff else self.timeouts.waiting)
+        return [Scatter(notice.chunk, slot, notice.first_page, notice.pages)]
+
+    def _complete(self, now: float) -> list[Action]:
+        """Success takes both the handoff and every chunk, in whichever order they come."""
+        if self._handoff is None or self._scattered < self._handoff.chunks or self.link is None:
+            return []
+        if len(self._covered) != self._pages:
+            reason = f"room {self.room} got {len(self._covered)} of its {self._pages} pages"
+            return self._give_up(502, reason)
+        self.state = advance(self.state, RoomState.SUCCESS)
+        return [
+            StartDecode(self._handoff),
+            Send(self.link, wire.Complete(self.room, self._claimed())),
+            *self._close_when_dry(),
+        ]
+
+    def _give_up(self, status: int, reason: str) -> list[Action]:
+        """Fail for a cause of this side's, and tell the other side first."""
+        if self.state.final:
+            return []
+        told: list[Action] = []
+        if self.link is not None:
+            told = [Send(self.link, wire.Abort(self.room, self._claimed(), status, reason))]
+        return told + self._fail(status, reason)
+
+    def _fail(self, status: int, reason: str) -> list[Action]:
+        if self.state.final:
+            return []
+        self.state = advance(self.state, RoomState.FAILED)
+        return [Fail(status, reason), *self._close_when_dry()]
+
+    def _free_granted(self) -> list[Action]:
+        freed: list[Action] = [FreeSlot(slot) for slot in self._granted.values()]
+        self._granted.clear()
+        return freed + self._close_when_dry()
+
+    def _close_when_dry(self) -> list[Action]:
+        if self._granted or self._landed or self._closed or not self.state.final:
+            return []
+        self._closed = True
+        return [Close()]
+
+    def _overdue(self) -> str:
+        match self.state:
+            case RoomState.BOOTSTRAPPING:
+                return f"room {self.room} waited {self.timeouts.waiting:g} s for free pages or a link to its prefill instance"
+            case _ if self._handoff is None:
+                return f"the prefill instance did not compute room {self.room} within {self.timeouts.waiting:g} s"
+            case _:
+                return f"no chunk of room {self.room} landed for {self.timeouts.transfer:g} s"
+
+    def _claimed(self) -> int:
+        assert self.generation is not None, "only a claimed room has a generation"
+        return self.generation

@@ -1,0 +1,159 @@
+"""What the leaders of two instances say to each other about rooms: typed MessagePack maps with a ``type`` key.
+
+All but `ChunkNotice` travel on the link between the leaders. The notice travels with the bytes, so that it cannot
+arrive before them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import msgspec
+
+from pdjax.cache.spec import StateSpec
+
+PROTOCOL_VERSION = 1
+LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="type"):
+    """`generation` is drawn by the decode side for each claim: a room number may be used again, a generation not."""
+
+    room: int
+    generation: int
+
+
+class Claim(Message, frozen=True, tag="claim"):
+    """Decode to prefill: the room is mine, my pages are reserved. The digest shows that both have the same prompt."""
+
+    prompt_tokens: int
+    prompt_digest: bytes
+
+
+class SlotRequest(Message, frozen=True, tag="slot_request"):
+    """Prefill to decode: a chunk is being computed and needs a place to land."""
+
+    chunk: int
+
+
+class SlotGrant(Message, frozen=True, tag="slot_grant"):
+    """Decode to prefill: the chunk may be written into this slot of the staging ring."""
+
+    chunk: int
+    slot: int
+
+
+class Handoff(Message, frozen=True, tag="handoff"):
+    """Prefill to decode, once: the prompt is computed, this is its first token and how many chunks it makes."""
+
+    chunks: int
+    first_token: int
+    logprob: float
+    queue_s: float
+    prefill_s: float
+
+
+class Complete(Message, frozen=True, tag="complete"):
+    """Decode to prefill: everything has landed and is in its pages."""
+
+
+class Abort(Message, frozen=True, tag="abort"):
+    """Either way: the room has failed on my side, with the HTTP status and the sentence for the client."""
+
+    status: int
+    reason: str
+
+
+class AbortAck(Message, frozen=True, tag="abort_ack"):
+    """Prefill to decode, after any abort: no write for this generation is or will be on its way."""
+
+
+RoomMessage = Claim | SlotRequest | SlotGrant | Handoff | Complete | Abort | AbortAck
+
+
+class ChunkNotice(msgspec.Struct, frozen=True):
+    """Comes with a chunk's bytes: pages [first_page, first_page + pages) of the request's own page order."""
+
+    room: int
+    generation: int
+    chunk: int
+    slot: int
+    first_page: int
+    pages: int
+    nbytes: int
+    posted_at: float  # seconds since the epoch by the sender's clock
+
+
+class Registration(msgspec.Struct, frozen=True):
+    """What an instance says of itself when a link opens. `slots` and `slot_pages` describe a decode's staging ring."""
+
+    protocol_version: int
+    layout_version: int
+    role: str
+    instance: int  # drawn anew in each life of an instance
+    model: str
+    state: StateSpec
+    backend: str
+    transfer: bytes
+    slots: int = 0
+    slot_pages: int = 0
+
+
+class ProtocolError(Exception):
+    """A frame that does not parse or a value out of its range."""
+
+
+_encoder = msgspec.msgpack.Encoder()
+_messages = msgspec.msgpack.Decoder(RoomMessage)
+_notices = msgspec.msgpack.Decoder(ChunkNotice)
+_registrations = msgspec.msgpack.Decoder(Registration)
+
+
+def encode(message: RoomMessage | ChunkNotice | Registration) -> bytes:
+    """MessagePack bytes."""
+    return _encoder.encode(message)
+
+
+def decode_message(body: bytes) -> RoomMessage:
+    """Parse a frame of the link. Raises `ProtocolError`."""
+    return _parse(_messages, body)
+
+
+def decode_notice(body: bytes) -> ChunkNotice:
+    """Parse what came with a chunk. Raises `ProtocolError`."""
+    return _parse(_notices, body)
+
+
+def decode_registration(body: bytes) -> Registration:
+    """Parse a peer's registration record. Raises `ProtocolError`."""
+    return _parse(_registrations, body)
+
+
+def _parse(decoder: msgspec.msgpack.Decoder, body: bytes):
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise ProtocolError(f"a frame of {len(body)} bytes does not parse: {error}") from error
+
+
+def prompt_digest(input_ids: list[int]) -> bytes:
+    """8 bytes that differ when two sides have tokenised a prompt differently."""
+    packed = b"".join(token.to_bytes(4, "little") for token in input_ids)
+    return hashlib.blake2b(packed, digest_size=8).digest()
+
+
+def mismatch(prefill: Registration, decode: Registration) -> str | None:
+    """A sentence naming the first thing that keeps two instances from working together, or None."""
+    if (prefill.role, decode.role) != ("prefill", "decode"):
+        return f"a prefill and a decode instance make a pair, not {prefill.role} and {decode.role}"
+    for field in ("protocol_version", "layout_version", "model", "backend"):
+        ours, theirs = getattr(prefill, field), getattr(decode, field)
+        if ours != theirs:
+            return f"{field} differs: prefill has {ours!r}, decode has {theirs!r}"
+    for field in StateSpec.__struct_fields__:
+        ours, theirs = getattr(prefill.state, field), getattr(decode.state, field)
+        if ours != theirs:
+            return f"{field} of the KV state differs: prefill has {ours!r}, decode has {theirs!r}"
+    if decode.slots < 1 or decode.slot_pages < 1:
+        return f"decode has no staging ring: {decode.slots} slots of {decode.slot_pages} pages"
+    return None

@@ -1,0 +1,38 @@
+"""When what happened to a room on its decode side, and what the client is told of it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pdjax.disagg.protocol.messages import ChunkNotice, Handoff
+
+
+@dataclass
+class RoomTimeline:
+    """Marks in seconds of `time.monotonic`; transfers by the two hosts' clocks, which may differ by milliseconds."""
+
+    arrived: float
+    reserved: float = 0.0
+    met: float = 0.0  # the prefill side first spoke about the room
+    transfer_s: float = 0.0
+    transfer_bytes: int = 0
+    chunks: int = 0
+
+    def landed(self, notice: ChunkNotice) -> None:
+        """Add a chunk."""
+        self.transfer_s += max(0.0, time.time() - notice.posted_at)
+        self.transfer_bytes += notice.nbytes
+        self.chunks += 1
+
+    def summary(self, handoff: Handoff) -> dict[str, float]:
+        """Named seconds and bytes, as they appear in ``meta_info.timeline``."""
+        return {
+            "queue_s": self.reserved - self.arrived,
+            "handshake_s": max(0.0, self.met - self.reserved - handoff.queue_s),
+            "prefill_queue_s": handoff.queue_s,
+            "prefill_s": handoff.prefill_s,
+            "transfer_s": self.transfer_s,
+            "transfer_bytes": self.transfer_bytes,
+            "transfer_chunks": self.chunks,
+        }

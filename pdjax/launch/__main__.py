@@ -1,0 +1,99 @@
+"""``python -m pdjax.launch``: start an instance, a router, all of them on this machine, or prepare a model."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from pdjax import config as configuration
+
+INSTANCES = {
+    "prefill": "an instance that computes prompts and sends their KV pages to decode instances",
+    "decode": "an instance that takes in KV pages from prefill instances and generates",
+    "unified": "an instance that does both",
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Parse and run; returns the exit code: 2 for a usage or configuration that can't be used."""
+    overrides = [argument.removeprefix("--gin.") for argument in arguments if argument.startswith("--gin.")]
+    rest = [argument for argument in arguments if not argument.startswith("--gin.")]
+    parser = _parser()
+    args = parser.parse_args(rest)
+    try:
+        if args.command in INSTANCES:
+            return _run_instance(args.command, args.config, overrides, arguments)
+        if args.command == "local":
+            from pdjax.launch import local
+
+            return local.main(args, overrides)
+        if overrides:
+            parser.error(f"{args.command} takes no --gin options")
+        return args.main(args)
+    except configuration.ConfigError as error:
+        print(f"pdjax: {error}", file=sys.stderr)
+        return 2
+
+
+def _run_instance(role: str, files: list[Path], overrides: list[str], arguments: list[str]) -> int:
+    config = configuration.load(files, overrides)
+    from pdjax.launch import instance, mpiexec
+
+    if not mpiexec.under_mpi():
+        try:
+            mpiexec.start_again(config.instance.processes, arguments)
+        except OSError as error:
+            print(f"pdjax: {error}", file=sys.stderr)
+            return 2
+    return instance.run_and_exit(role, config)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pdjax.launch", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, text in INSTANCES.items():
+        _add_config(_command(commands, name, text, epilog=_options()))
+    local = _command(commands, "local", "one prefill and one decode instance and a router on this machine", _options())
+    _add_config(local)
+    local.add_argument("--prompt", help="answer this prompt and stop; without it, serve until stopped")
+    local.add_argument("--max-tokens", type=int, default=128, help="longest answer to --prompt (default: %(default)s)")
+    local.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default: %(default)s)")
+
+    from pdjax.launch import convert, fetch
+    from pdjax.router import app as router
+
+    for name, module, text in (
+        ("router", router, "the HTTP surface in front of prefill and decode instances"),
+        ("convert", convert, "make a model folder from a GGUF file or a Hugging Face folder"),
+        ("fetch", fetch, "fetch a model by name and make a model folder of it"),
+    ):
+        command = _command(commands, name, text)
+        module.add_arguments(command)
+        command.set_defaults(main=module.main)
+    return parser
+
+
+def _command(commands, name: str, text: str, epilog: str | None = None) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=text,
+        description=text[0].upper() + text[1:] + ".",
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", type=Path, action="append", default=[], metavar="FILE.gin",
+        help="configuration file; may be given more than once, later bindings win",
+    )  # fmt: skip
+
+
+def _options() -> str:
+    return "options of the configuration, in FILE.gin as `Section.key = value` or here:\n\n" + configuration.describe()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,116 @@
+"""The part of an instance that every role has: mesh, model, pool, compiled steps and limits."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+
+from pdjax.cache.spec import StateSpec
+from pdjax.config import Config
+from pdjax.engine.buckets import make_buckets
+from pdjax.engine.engine import Limits
+from pdjax.engine.plan import StepPlan
+from pdjax.engine.runner import Runner
+from pdjax.launch.cache_folder import cache_root
+from pdjax.models.checkpoint import load_model, model_identity
+
+
+@dataclass(frozen=True)
+class Core:
+    """A loaded model with its pool, not yet warm."""
+
+    runner: Runner
+    spec: StateSpec
+    limits: Limits
+    pages: int
+    slot_pages: int  # pages of one prefill step, and so of one staging slot
+    eos_token_ids: tuple[int, ...]
+    identity: str
+    info: dict[str, Any]  # what /server_info shows
+
+    @property
+    def prefill_tokens(self) -> int:
+        """The most prompt tokens of one step: whole pages."""
+        return self.slot_pages * self.spec.page_size
+
+    def warm_up_steps(self, role: str) -> list[StepPlan]:
+        """The steps that this role can be asked for."""
+        prefill = [] if role == "decode" else self.runner.prefill_warm_up()
+        decode = [] if role == "prefill" else self.runner.decode_warm_up()
+        return [*prefill, *decode]
+
+
+def start_jax() -> None:
+    """Configure JAX and make this job a `jax.distributed` one of its own.
+
+    Compiled programs are kept. The preemption service is off, because it swallows SIGTERM.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    jax.distributed.initialize(
+        address, num_processes=1, process_id=0, coordinator_bind_address=address, heartbeat_timeout_seconds=10
+    )
+
+
+def load_core(role: str, config: Config, folder: Path) -> Core:
+    """Load the model of a folder and make its pool."""
+    tp = config.instance.tp
+    mesh = jax.make_mesh((tp,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:tp])
+    model = load_model(folder, dtype=config.model.dtype, mesh=mesh)
+    spec = StateSpec(
+        name="kv",
+        layers=model.config.num_layers,
+        heads=model.config.num_kv_heads,
+        head_dim=model.config.head_dim,
+        page_size=config.cache.page_size,
+        dtype=config.model.dtype,
+    )
+    limits = Limits(
+        max_context=min(config.engine.max_context, model.config.max_position_embeddings),
+        max_running_requests=config.engine.max_running_requests,
+        max_queued_requests=config.engine.max_queued_requests,
+    )
+    pages = config.cache.pages or 1 + limits.max_running_requests * spec.pages(-(-limits.max_context // 4))
+    slot_pages = spec.pages(min(config.engine.prefill_tokens, limits.max_context))
+    buckets = make_buckets(
+        max_context=limits.max_context,
+        page_size=spec.page_size,
+        prefill_tokens=slot_pages * spec.page_size,
+        max_running_requests=limits.max_running_requests,
+        # One bfloat16 row takes a scalar path on CPU, 8 times slower than two rows.
+        min_decode_rows=2 if spec.word_bytes == 2 else 1,
+    )
+    info = {
+        "engine_type": role,
+        "disaggregation_mode": "null" if role == "unified" else role,
+        "model_path": str(folder),
+        "served_model_name": config.model.served_name or folder.name,
+        "model_type": model.config.model_type,
+        "vocab_size": model.config.vocab_size,
+        "max_context": limits.max_context,
+        "page_size": spec.page_size,
+        "max_running_requests": limits.max_running_requests,
+        "max_total_tokens": (pages - 1) * spec.page_size,
+        "dtype": spec.dtype,
+        "tp_size": tp,
+        "dp_size": 1,
+    }
+    return Core(
+        runner=Runner(model, spec=spec, pages=pages, buckets=buckets, mesh=mesh),
+        spec=spec,
+        limits=limits,
+        pages=pages,
+        slot_pages=slot_pages,
+        eos_token_ids=model.config.eos_token_ids,
+        identity=model_identity(folder),
+        info=info,
+    )

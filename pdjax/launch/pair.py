@@ -1,0 +1,87 @@
+"""What a prefill or decode instance has beside its core: the network, the data plane, and the role that uses them."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdjax.config import Config
+from pdjax.disagg.decode import Decode
+from pdjax.disagg.prefill import Prefill
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.engine.engine import Engine
+from pdjax.engine.roles import Role
+from pdjax.launch.core import Core
+from pdjax.net.network import Network
+from pdjax.transfer.backend import TransferBackend
+from pdjax.transfer.registry import create
+from pdjax.transfer.staging import LandingRing, SourceStaging
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The instance's half of every pair it makes with another instance."""
+
+    network: Network
+    backend: TransferBackend
+    staging: SourceStaging | LandingRing
+    make_role: Callable[[Engine], Role]
+
+    def warm_up(self, engine: Engine) -> None:
+        """Compile the repacking of chunks."""
+        engine.runner.pool = self.staging.warm_up(engine.runner.pool)
+
+    def close(self) -> None:
+        """Tell peers, close links and release the data plane."""
+        self.network.stop()
+        self.backend.close()
+
+
+def make_pair(role: str, config: Config, core: Core, post: Callable[[object], None]) -> Pair:
+    """Build network, backend, staging and role; nothing listens yet.
+
+    Raises:
+        TransferError: the backend cannot start or has no place for staging.
+    """
+    network = Network(post, secret=read_secret(config))
+    backend = create(config.transfer.backend, post, allow_mapped=config.transfer.mapped)
+    sizes = {"slots": config.transfer.slots, "slot_pages": core.slot_pages, "backend": backend}
+    staging = SourceStaging(core.spec, **sizes) if role == "prefill" else LandingRing(core.spec, **sizes)
+    registration = messages.Registration(
+        protocol_version=messages.PROTOCOL_VERSION,
+        layout_version=messages.LAYOUT_VERSION,
+        role=role,
+        instance=secrets.randbits(63),
+        model=core.identity,
+        state=core.spec,
+        backend=config.transfer.backend,
+        transfer=backend.describe(),
+        slots=config.transfer.slots,
+        slot_pages=core.slot_pages,
+    )
+    network.set_hello(messages.encode(registration))
+    timeouts = Timeouts(
+        bootstrap=config.disagg.bootstrap_timeout,
+        waiting=config.disagg.waiting_timeout,
+        transfer=config.disagg.transfer_timeout,
+    )
+    shared = {"network": network, "backend": backend, "registration": registration, "timeouts": timeouts}
+
+    def make_role(engine: Engine) -> Role:
+        if isinstance(staging, SourceStaging):
+            return Prefill(engine, staging=staging, **shared)
+        return Decode(engine, ring=staging, link_timeout=config.disagg.link_timeout, **shared)
+
+    return Pair(network, backend, staging, make_role)
+
+
+def read_secret(config: Config) -> bytes | None:
+    """The secret that leaders share, from the file or `$PDJAX_SECRET`; None when neither is set."""
+    if config.disagg.secret_file:
+        return Path(config.disagg.secret_file).read_bytes().strip()
+    secret = os.environ.get("PDJAX_SECRET")
+    return secret.encode() if secret else None

@@ -1,0 +1,1 @@
+"""What model families share: products, norms, rotary embeddings, MLP, attention, and how parameters are sharded."""

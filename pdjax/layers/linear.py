@@ -1,0 +1,54 @@
+"""Products with weights: stored ``[out, in]``, contracted on the last axis, float32 out."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from pdjax.layers.sharding import LogicalAxes, parameter
+
+
+def contract_last(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """float32 product of x [..., in] with weight [*out, in]: [..., *out]. x is taken in the weight's dtype.
+
+    Asking for float32 output is what reaches the CPU's bfloat16 units: 3.4 ms against 42 ms for 8 rows by a
+    [49152, 576] matrix. A single bfloat16 row takes a scalar path there (33 ms), so one row is computed as two.
+    """
+    x = x.astype(weight.dtype)
+    lead = x.shape[:-1]
+    rows = x.reshape(-1, x.shape[-1])
+    lone = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16
+    if lone:
+        rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
+    out = lax.dot_general(
+        rows,
+        weight,
+        (((1,), (weight.ndim - 1,)), ((), ())),
+        precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    return (out[:1] if lone else out).reshape(*lead, *weight.shape[:-1])
+
+
+class Linear(nnx.Module):
+    """A weight [*out, in] and, if asked for, a bias [*out] that is kept and added in float32."""
+
+    def __init__(
+        self,
+        out_shape: tuple[int, ...],
+        in_size: int,
+        *,
+        axes: LogicalAxes,
+        dtype: jnp.dtype,
+        bias: bool = False,
+        rngs: nnx.Rngs | None = None,
+    ) -> None:
+        self.weight = parameter((*out_shape, in_size), axes, dtype, rngs)
+        self.bias = parameter(out_shape, axes[:-1], jnp.dtype(jnp.float32), rngs) if bias else None
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x [..., in] in any float dtype -> float32 [..., *out]."""
+        out = contract_last(x, self.weight[...])
+        return out if self.bias is None else out + self.bias[...]

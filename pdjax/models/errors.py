@@ -1,0 +1,7 @@
+"""The error that everything about reading and converting models raises."""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """A model that cannot be used; the sentence says what was wrong, what was expected and what to do."""

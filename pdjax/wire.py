@@ -1,0 +1,155 @@
+"""The frames between an instance's frontend and its leader: MessagePack over a Unix socket.
+
+Each frame is a 4-byte little-endian length and one MessagePack map with a ``type`` key, so that any ``msgpack``
+library can read it. `FrameReader` cuts a byte stream into frames without doing I/O.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Any
+
+import msgspec
+
+MAX_FRAME = 16 << 20  # bytes; a prompt of a million tokens fits
+_LENGTH = struct.Struct("<I")
+
+
+class WireError(Exception):
+    """A frame that is too long or does not parse; the sentence says which."""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the engine picks tokens. Stop strings are the frontend's: the engine sees token ids only."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+
+
+class Rendezvous(msgspec.Struct, frozen=True):
+    """Where a request's prefill and decode halves meet: the prefill leader's bootstrap address and the room."""
+
+    host: str
+    port: int
+    room: int
+
+
+class Generate(msgspec.Struct, frozen=True, tag_field="type", tag="generate"):
+    """Frontend to leader: run this prompt. `rendezvous` is set on prefill and decode instances, never on unified."""
+
+    rid: str
+    input_ids: list[int]
+    sampling: SamplingParams
+    rendezvous: Rendezvous | None = None
+
+
+class Abort(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):
+    """Frontend to leader: nobody waits for this request any more. Unknown ids are ignored."""
+
+    rid: str
+    reason: str
+
+
+class Query(msgspec.Struct, frozen=True, tag_field="type", tag="query"):
+    """Frontend to leader: answer `Stats` with the same id, from the scheduler's own loop."""
+
+    id: int
+
+
+class Ready(msgspec.Struct, frozen=True, tag_field="type", tag="ready"):
+    """Leader to frontend, first frame: the instance is warm. `info` is what `/server_info` shows."""
+
+    info: dict[str, Any]
+
+
+class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens"):
+    """Leader to frontend: new tokens of a request, in order. `finish_reason` (stop, length) comes with the last.
+
+    `matched` is the stop token that ended the request, which is part of `token_ids`. `timeline` comes with the
+    last frame: named seconds and byte counts of the request's life.
+    """
+
+    rid: str
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: str | None = None
+    matched: int | None = None
+    cached_tokens: int = 0
+    timeline: dict[str, float] | None = None
+
+
+class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):
+    """Leader to frontend: the request has ended without an answer. `status` is the HTTP status that fits."""
+
+    rid: str
+    status: int
+    message: str
+
+
+class Stats(msgspec.Struct, frozen=True, tag_field="type", tag="stats"):
+    """Leader to frontend: counters and gauges by metric name (without the ``pdjax_`` prefix)."""
+
+    id: int
+    values: dict[str, float]
+
+
+ToLeader = Generate | Abort | Query
+ToFrontend = Ready | Tokens | Failed | Stats
+
+_encoder = msgspec.msgpack.Encoder()
+_to_leader = msgspec.msgpack.Decoder(ToLeader)
+_to_frontend = msgspec.msgpack.Decoder(ToFrontend)
+
+
+def encode(message: ToLeader | ToFrontend) -> bytes:
+    """One frame, length first."""
+    body = _encoder.encode(message)
+    if len(body) > MAX_FRAME:
+        raise WireError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME}")
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode_to_leader(body: bytes) -> ToLeader:
+    """Parse what a frontend sent."""
+    return _decode(_to_leader, body)
+
+
+def decode_to_frontend(body: bytes) -> ToFrontend:
+    """Parse what a leader sent."""
+    return _decode(_to_frontend, body)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder, body: bytes) -> Any:
+    try:
+        return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise WireError(f"a frame of {len(body)} bytes does not parse: {error}") from error
+
+
+class FrameReader:
+    """Cuts a byte stream into frame bodies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Take received bytes, return the bodies that are now complete. Raises `WireError` on an oversized length."""
+        self._buffer += data
+        bodies = []
+        while len(self._buffer) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer)
+            if length > MAX_FRAME:
+                raise WireError(f"a frame of {length} bytes is over the limit of {MAX_FRAME}")
+            end = _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[_LENGTH.size : end]))
+            del self._buffer[:end]
+        return bodies

@@ -1,0 +1,55 @@
+"""What travels on a link is plain MessagePack, checked on arrival."""
+
+from __future__ import annotations
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdjax.cache.spec import StateSpec
+from pdjax.disagg.protocol import messages
+
+SPEC = StateSpec("kv", 30, 3, 64, 16, "float32")
+
+
+def registration(role: str = "prefill", **changes: object) -> messages.Registration:
+    values = {
+        "protocol_version": 1, "layout_version": 1, "role": role, "instance": 5, "model": "m", "state": SPEC,
+        "backend": "ucx", "transfer": b"", "slots": 4, "slot_pages": 8,
+    }  # fmt: skip
+    return messages.Registration(**(values | changes))  # type: ignore[arg-type]
+
+
+def test_any_msgpack_reads_our_messages() -> None:
+    read = msgpack.unpackb(messages.encode(messages.SlotGrant(1 << 62, 7, 3, 2)))
+    assert read == {"type": "slot_grant", "room": 1 << 62, "generation": 7, "chunk": 3, "slot": 2}
+
+
+@given(st.binary(max_size=64))
+def test_rubbish_is_refused_with_a_sentence(body: bytes) -> None:
+    for decode in (messages.decode_message, messages.decode_notice, messages.decode_registration):
+        with pytest.raises(messages.ProtocolError, match="does not parse"):
+            decode(body)
+
+
+def test_instances_that_fit_are_a_pair() -> None:
+    assert messages.mismatch(registration(), registration("decode")) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"model": "other"}, "model"),
+        ({"backend": "fake"}, "backend"),
+        ({"layout_version": 2}, "layout_version"),
+        ({"state": msgspec.structs.replace(SPEC, page_size=64)}, "page_size"),
+        ({"state": msgspec.structs.replace(SPEC, dtype="bfloat16")}, "dtype"),
+        ({"slots": 0}, "staging ring"),
+        ({"role": "prefill"}, "prefill and prefill"),
+    ],
+)
+def test_a_mismatch_is_named_with_both_values(changes: dict, named: str) -> None:
+    sentence = messages.mismatch(registration(), registration(**{"role": "decode"} | changes))
+    assert sentence is not None and named in sentence
