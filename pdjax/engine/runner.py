@@ -72,23 +72,14 @@ class Runner:
             self.run(step)
 
     def prefill_warm_up(self) -> list[PrefillStep]:
-        """A step for every prefill program: its tokens end where the page table does."""
-        steps = []
-        for tokens, width in self.buckets.prefill_pairs(self.spec.page_size):
-            end = width * self.spec.page_size
-            count = min(tokens, end)
-            steps.append(PrefillStep(row=_idle_row(width), token_ids=[0] * count, start=end - count))
-        return steps
+        """A step for every prefill program."""
+        return [PrefillStep(row=_IDLE, token_ids=[0] * tokens, start=0) for tokens in self.buckets.prefill_tokens]
 
     def decode_warm_up(self) -> list[DecodeStep]:
-        """A step for every decode program: its rows' newest tokens lie on their last page."""
+        """A step for every decode program."""
         return [
-            DecodeStep(
-                rows=[_idle_row(width)] * rows,
-                token_ids=[0] * rows,
-                positions=[(width - 1) * self.spec.page_size] * rows,
-            )
-            for rows, width in self.buckets.decode_pairs()
+            DecodeStep(rows=[_IDLE] * rows, token_ids=[0] * rows, positions=[0] * rows)
+            for rows in self.buckets.decode_rows
         ]
 
     def expect_no_compile(self) -> None:
@@ -116,7 +107,7 @@ class Runner:
             token_ids,
             np.int32(step.start),
             np.int32(len(step.token_ids)),
-            self._page_table(rows, 1, used=[self.spec.pages(step.end)]),
+            self._page_table(rows, 1),
             sampling_rows(rows, 1),
         )
         return _read(picked, logprobs, 1)
@@ -131,16 +122,16 @@ class Runner:
             self.pool,
             token_ids,
             positions,
-            self._page_table(step.rows, rows, used=[p // self.spec.page_size + 1 for p in step.positions]),
+            self._page_table(step.rows, rows),
             sampling_rows(step.rows, rows),
         )
         return _read(picked, logprobs, len(step.rows))
 
-    def _page_table(self, rows: list[Row], padded_rows: int, *, used: list[int]) -> np.ndarray:
-        """int32 [padded_rows, width]; `used` says how many of each row's pages this step can see."""
-        table = np.zeros((padded_rows, pick(max(used), self.buckets.widths)), np.int32)
-        for index, (row, count) in enumerate(zip(rows, used, strict=True)):
-            table[index, :count] = row.pages[:count]
+    def _page_table(self, rows: list[Row], padded_rows: int) -> np.ndarray:
+        """int32 [padded_rows, width], 0 past each row's pages."""
+        table = np.zeros((padded_rows, self.buckets.width), np.int32)
+        for index, row in enumerate(rows):
+            table[index, : len(row.pages)] = row.pages
         return table
 
 
@@ -196,8 +187,8 @@ class _Steps:
         return attend_layer
 
 
-def _idle_row(width: int) -> Row:
-    return Row(rid="", pages=[0] * width, sampling=SamplingParams(temperature=0.0), seed=0)
+# Computes on page 0 only.
+_IDLE = Row(rid="", pages=[], sampling=SamplingParams(temperature=0.0), seed=0)
 
 
 def _read(picked: jax.Array, logprobs: jax.Array, rows: int) -> StepResult:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import sys
 from pathlib import Path
 
@@ -14,12 +15,19 @@ INSTANCES = {
     "unified": "an instance that does both",
 }
 
+# Each in a module with `add_arguments` and `main`, imported only when it is asked for.
+TOOLS = {
+    "router": ("pdjax.router.app", "the HTTP surface in front of prefill and decode instances"),
+    "convert": ("pdjax.launch.convert", "make a model folder from a GGUF file or a Hugging Face folder"),
+    "fetch": ("pdjax.launch.fetch", "fetch a model by name and make a model folder of it"),
+}
+
 
 def main(arguments: list[str]) -> int:
     """Parse and run; returns the exit code: 2 for a usage or configuration that can't be used."""
     overrides = [argument.removeprefix("--gin.") for argument in arguments if argument.startswith("--gin.")]
     rest = [argument for argument in arguments if not argument.startswith("--gin.")]
-    parser = _parser()
+    parser = _parser(rest)
     args = parser.parse_args(rest)
     try:
         if args.command in INSTANCES:
@@ -49,7 +57,7 @@ def _run_instance(role: str, files: list[Path], overrides: list[str], arguments:
     return instance.run_and_exit(role, config)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pdjax.launch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in INSTANCES.items():
@@ -60,17 +68,12 @@ def _parser() -> argparse.ArgumentParser:
     local.add_argument("--max-tokens", type=int, default=128, help="longest answer to --prompt (default: %(default)s)")
     local.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default: %(default)s)")
 
-    from pdjax.launch import convert, fetch
-    from pdjax.router import app as router
-
-    for name, module, text in (
-        ("router", router, "the HTTP surface in front of prefill and decode instances"),
-        ("convert", convert, "make a model folder from a GGUF file or a Hugging Face folder"),
-        ("fetch", fetch, "fetch a model by name and make a model folder of it"),
-    ):
+    for name, (module, text) in TOOLS.items():
         command = _command(commands, name, text)
-        module.add_arguments(command)
-        command.set_defaults(main=module.main)
+        if arguments[:1] == [name]:
+            tool = importlib.import_module(module)
+            tool.add_arguments(command)
+            command.set_defaults(main=tool.main)
     return parser
 
 

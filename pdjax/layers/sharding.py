@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = tuple[str | None, ...]
 
@@ -25,10 +25,11 @@ RULES: dict[str, str] = {
 MAY_STAY_WHOLE = frozenset({"vocab"})
 
 TENSOR_AXIS = "tp"
+NORMAL = jax.nn.initializers.normal(0.02)
 
 
-def tensor_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with the one axis tp over `devices` (default: all of the program). Its axes are Auto."""
+def tensor_mesh(devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with the one axis tp over `jax.Device` objects (default: all of the program). Its axes are Auto."""
     found = np.array(jax.devices() if devices is None else devices)
     return Mesh(found, (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
 
@@ -38,7 +39,7 @@ def parameter(
     axes: LogicalAxes,
     dtype: jnp.dtype,
     rngs: nnx.Rngs | None,
-    initializer: Callable[..., jax.Array] = jax.nn.initializers.normal(0.02),
+    initializer: Callable[..., jax.Array] = NORMAL,
 ) -> nnx.Param[jax.Array]:
     """A parameter that carries its logical axes; zeros without `rngs`, for modules that are loaded or only traced."""
     if len(shape) != len(axes):
@@ -47,7 +48,7 @@ def parameter(
     return nnx.Param(value, axes=axes)
 
 
-def partition_spec(name: str, shape: tuple[int, ...], axes: LogicalAxes, mesh: Mesh) -> PartitionSpec:
+def partition_spec(name: str, shape: tuple[int, ...], axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> PartitionSpec:
     """Where the axes of one parameter go on `mesh`.
 
     Raises:

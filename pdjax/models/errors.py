@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 
-class ModelError(Exception):
+class ModelError(ValueError):
     """A model that cannot be used; the sentence says what was wrong, what was expected and what to do."""

@@ -13,6 +13,7 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 
 from pdjax.models.config import ModelConfig
+from pdjax.models.digest import sha256_of
 from pdjax.models.errors import ModelError
 from pdjax.models.tokenizer_gguf import build_tokenizer
 from pdjax.models.tokenizer_text import TokenizerFiles
@@ -50,6 +51,9 @@ class GGUFModel:
             known = ", ".join(_ARCHITECTURES)
             raise ModelError(f"{file}: architecture {self._architecture!r} is not supported; supported are {known}")
         self._tensors = {self._huggingface_name(tensor.name): tensor for tensor in self._reader.tensors}
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: tuple(int(size) for size in reversed(tensor.shape)) for name, tensor in self._tensors.items()
+        }
 
     @cached_property
     def config(self) -> ModelConfig:
@@ -79,11 +83,6 @@ class GGUFModel:
             eos_token_ids=self._eos_token_ids(),
         )
 
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """See `TensorSource`."""
-        return {name: tuple(int(n) for n in reversed(tensor.shape)) for name, tensor in self._tensors.items()}
-
     def read(self, name: str) -> np.ndarray:
         """float32, see `TensorSource`."""
         tensor = self._tensors[name]
@@ -96,6 +95,10 @@ class GGUFModel:
             heads = self.config.num_heads if name.endswith("q_proj.weight") else self.config.num_kv_heads
             return _uninterleave(values, heads)
         return values
+
+    def sha256(self) -> str:
+        """Hex digest of the file."""
+        return sha256_of(self.file)
 
     def tokenizer_files(self) -> TokenizerFiles:
         """The tokenizer and its settings. Raises ModelError for a kind that is not known for sure."""

@@ -22,8 +22,9 @@ from pdjax.layers.rope import apply_rotary, rotary_tables
 from pdjax.layers.rope_frequencies import inverse_frequencies
 from pdjax.models.config import ModelConfig
 
-# (layer, q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim], cache) -> (out like q, cache)
-Attend = Callable[[int, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+# (layer int32 scalar, q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim], cache)
+# -> (out like q, cache)
+Attend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
@@ -52,12 +53,12 @@ class Attention(nnx.Module):
         )
 
     def __call__(
-        self, layer: int, x: jax.Array, rotary: tuple[jax.Array, jax.Array], cache: Any, attend: Attend
+        self, layer: jax.Array, x: jax.Array, rotary: tuple[jax.Array, jax.Array], cache: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """x float32 [batch, tokens, hidden] -> the same shape and dtype, and the cache."""
         with jax.named_scope("qkv"):
             qkv = self.qkv(x)  # [batch, tokens, kv_heads, group + 2, head_dim]
-            batch, tokens, kv_heads, _, head_dim = qkv.shape
+            batch, tokens, _, _, head_dim = qkv.shape
             q = qkv[..., :-2, :].reshape(batch, tokens, -1, head_dim)
             q = apply_rotary(q, *rotary).astype(self.dtype)
             k = apply_rotary(qkv[..., -2, :], *rotary).astype(self.dtype)
@@ -78,7 +79,7 @@ class Layer(nnx.Module):
         self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, dtype=dtype, rngs=rngs)
 
     def __call__(
-        self, layer: int, x: jax.Array, rotary: tuple[jax.Array, jax.Array], cache: Any, attend: Attend
+        self, layer: jax.Array, x: jax.Array, rotary: tuple[jax.Array, jax.Array], cache: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """x float32 [batch, tokens, hidden] -> the same shape and dtype, and the cache."""
         with jax.named_scope("attention"):
@@ -117,9 +118,17 @@ class Llama(nnx.Module):
             config = self.config
             frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
             rotary = rotary_tables(positions, frequencies)
+        graph = nnx.graphdef(self.layers[0])
+
+        # All layers are one traced function: without that, tracing and lowering 30 of them takes a second a program.
+        # XLA inlines the calls, so the compiled step is the same.
+        @jax.jit
+        def run_layer(state, index, x, cache):
+            return nnx.merge(graph, state)(index, x, rotary, cache, attend)
+
         for index, layer in enumerate(self.layers):
             with jax.named_scope(f"layer_{index}"):
-                x, cache = layer(index, x, rotary, cache, attend)
+                x, cache = run_layer(nnx.state(layer), jnp.int32(index), x, cache)
         with jax.named_scope("norm"):
             return self.norm(x), cache
 

@@ -64,7 +64,7 @@ def parameter_sources(config: ModelConfig) -> dict[str, ParameterSource]:
             ),
             f"{ours}.attention.out.weight": _alone(f"{attention}.o_proj.weight", hidden, queries),
             f"{ours}.mlp.gate_up.weight": ParameterSource(
-                {f"{theirs}.mlp.{part}_proj.weight": (mlp, hidden) for part in ("gate", "up")}, np.stack
+                {f"{theirs}.mlp.{part}_proj.weight": (mlp, hidden) for part in ("gate", "up")}, _interleave
             ),
             f"{ours}.mlp.down.weight": _alone(f"{theirs}.mlp.down_proj.weight", hidden, mlp),
         }
@@ -110,6 +110,11 @@ def assemble(config: ModelConfig, source: TensorSource) -> Iterator[tuple[str, n
 
 def _alone(name: str, *shape: int) -> ParameterSource:
     return ParameterSource({name: shape}, lambda parts: parts[0])
+
+
+def _interleave(parts: list[np.ndarray]) -> np.ndarray:
+    """gate and up [mlp, hidden] -> [mlp, 2, hidden]."""
+    return np.stack(parts, axis=1)
 
 
 def _redundant(name: str, config: ModelConfig) -> bool:

@@ -1,1 +1,1 @@
-"""TBD."""
+"""Control links between instances: MPI communicators that are joined and dropped while both sides run."""

@@ -1,1 +1,1 @@
-"""TBD."""
+"""Moving state between instances: layouts, staging memory, and the backends that carry bytes."""

@@ -1,0 +1,93 @@
+"""Loads a model folder onto a mesh, in the form that compiled steps take: flat leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+
+from pdjax.layers.sharding import named_parameters, param_shardings
+from pdjax.models import weights
+from pdjax.models.config import ModelConfig
+from pdjax.models.errors import ModelError
+from pdjax.models.folder import WEIGHTS, FolderRecord, check_weight_files, model_identity, read_config, read_record
+from pdjax.models.llama import Llama
+from pdjax.models.registry import model_class
+
+__all__ = ["DTYPES", "LoadedModel", "load_model", "model_identity"]
+
+DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """Weights on devices, and how to make the module of them inside a trace.
+
+    `leaves` are what a compiled step takes: passing them flat costs 0.05 ms a call, passing the module 9 ms.
+    """
+
+    config: ModelConfig
+    leaves: list[jax.Array]
+    graphdef: nnx.GraphDef[Llama]
+    treedef: Any
+
+    def merge(self, leaves: list[jax.Array]) -> Llama:
+        """The module around `leaves` (arrays or tracers, in the order of `self.leaves`)."""
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, leaves))
+
+
+def load_model(folder: Path, *, dtype: str, mesh: Mesh) -> LoadedModel:
+    """Load a model folder, each parameter straight into its shards on `mesh` (see `pdjax.layers.sharding`).
+
+    Args:
+        folder: made by ``convert`` or ``fetch``.
+        dtype: float32 or bfloat16; weights stored otherwise are cast as they are read. Norms stay float32.
+        mesh: with an axis tp, or without (whole copies).
+
+    Raises:
+        ModelError: the folder is not a whole model of a known kind, or the mesh does not fit it.
+    """
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
+    folder = Path(folder)
+    record, config = read_record(folder), read_config(folder)
+    kind = model_class(config.model_type)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, jnp.dtype(dtype))))
+    named = named_parameters(state)
+    _check_record(folder, record, {name: variable.shape for name, variable in named.items()})
+    try:
+        shardings = param_shardings(state, mesh)
+    except ValueError as error:
+        raise ModelError(f"{folder} does not fit the mesh: {error}") from error
+    wanted = {
+        name: jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[name])
+        for name, variable in named.items()
+    }
+    check_weight_files(folder, record)
+    arrays = weights.load(folder / WEIGHTS, wanted)
+    return LoadedModel(
+        config=config,
+        leaves=[arrays[name] for name in named],
+        graphdef=graphdef,
+        treedef=jax.tree.structure(state),
+    )
+
+
+def _check_record(folder: Path, record: FolderRecord, shapes: dict[str, tuple[int, ...]]) -> None:
+    for name, shape in shapes.items():
+        stored = record.parameters.get(name)
+        if stored is None:
+            raise ModelError(f"{folder} has no parameter {name}, which its config.json asks for; convert it again")
+        if tuple(stored.shape) != tuple(shape):
+            raise ModelError(
+                f"{folder}: parameter {name} is stored as {tuple(stored.shape)}, its config.json asks for "
+                f"{tuple(shape)}; convert it again"
+            )
+    unexpected = sorted(set(record.parameters) - set(shapes))
+    if unexpected:
+        raise ModelError(f"{folder} has parameters that its config.json does not ask for: {unexpected[:5]}")

@@ -1,0 +1,204 @@
+"""One link: a joined communicator that carries the messages, and the TCP connection that made it and stays open.
+
+A message is one MPI send; a byte on the TCP connection then rings at the other side, which sleeps on that socket and
+not inside MPI, whose waits spin. The receiver answers each message with a byte, so the sender knows for how long it
+has to keep MPI going. The connection's end tells the death of the peer at once, which MPI would not.
+
+Everything here runs on the one thread that calls MPI, and nothing waits.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from pdjax.net import mpi
+
+MAX_BODY = 4 << 20  # bytes of one message
+_WINDOW = 32  # messages under way at a time
+_MAX_QUEUED = 64 << 20  # bytes that wait for a peer before it counts as stuck
+_RECEIVE_BOUND = 10.0  # seconds from a peer's ring to its message
+_ANSWER_BOUND = 20.0  # seconds in which a peer must have taken a message
+_LINGER = 2.0  # seconds that a link being closed waits for its messages to be taken
+_RING, _TAKEN, _CLOSING = b"m", b"t", b"c"
+
+# MPI may still read or write these: sends and receives of links that have broken. They cannot be taken back.
+_abandoned: list[Any] = []
+
+
+class LinkBroken(Exception):
+    """The link has ended; the sentence says why."""
+
+
+@dataclass
+class _Transfer:
+    """An MPI send or receive under way, with its memory."""
+
+    request: Any
+    body: bytes | bytearray
+
+
+class Link:
+    """See the module's docstring. `now` is always `time.monotonic`."""
+
+    def __init__(self, name: str, communicator: Any, connection: socket.socket, *, incoming: bool, now: float) -> None:
+        self.name = name
+        self.incoming = incoming
+        self.connection = connection
+        self.hello_deadline: float | None = now + _RECEIVE_BOUND
+        self._mpi = mpi.load()
+        self._communicator = communicator
+        self._outbox: deque[bytes] = deque()
+        self._queued = 0  # bytes in the outbox
+        self._sends: deque[_Transfer] = deque()
+        self._receive: _Transfer | None = None
+        self._rings = b""  # what the socket has not taken yet
+        self._due = 0  # messages that have been rung for
+        self._due_since = now
+        self._untaken = 0  # messages of ours that the peer has not taken
+        self._taken_at = now
+        self._ended = False
+        self._peer_closing = False
+        self._close_deadline: float | None = None
+
+    @property
+    def active(self) -> bool:
+        """Whether MPI must be kept going for this link."""
+        return bool(self._outbox or self._sends or self._due or self._untaken or self._close_deadline is not None)
+
+    @property
+    def wants_to_write(self) -> bool:
+        """Whether the connection was full."""
+        return bool(self._rings)
+
+    @property
+    def closing(self) -> bool:
+        """Whether this side has asked for the end."""
+        return self._close_deadline is not None
+
+    def send(self, body: bytes) -> None:
+        """Queue a message. It leaves with `progress`."""
+        self._outbox.append(body)
+        self._queued += len(body)
+
+    def close(self, now: float) -> None:
+        """End the link once what was sent has been taken, or after a short while."""
+        if self._close_deadline is None:
+            self._close_deadline = now + _LINGER
+
+    def read(self, now: float) -> None:
+        """The connection is readable."""
+        try:
+            data = self.connection.recv(4096)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._ended = True
+        if not self._due and _RING in data:
+            self._due_since = now
+        self._due += data.count(_RING)
+        taken = data.count(_TAKEN)
+        if taken:
+            self._untaken -= taken
+            self._taken_at = now
+        self._peer_closing |= _CLOSING in data
+
+    def progress(self, now: float) -> list[bytes]:
+        """Move everything that can move. Returns the messages that have arrived, in order.
+
+        Raises:
+            LinkBroken: the link has ended, by either side's wish or by a failure, and nothing more has arrived.
+        """
+        try:
+            self._start_sends(now)
+            while self._sends and self._sends[0].request.Test():
+                self._sends.popleft()
+            arrived = self._receive_due(now)
+        except self._mpi.Exception as error:
+            raise LinkBroken(f"MPI failed: {error}") from error
+        self._flush_rings()
+        if not arrived:
+            self._check_end(now)
+        return arrived
+
+    def release(self) -> None:
+        """Let go of connection and communicator. MPI's Disconnect is never called: it would wait for a dead peer."""
+        self.connection.close()
+        unfinished = [*self._sends, *([self._receive] if self._receive is not None else [])]
+        _abandoned.extend(unfinished)
+        if not unfinished:
+            self._communicator.Free()
+
+    def _start_sends(self, now: float) -> None:
+        while self._outbox and len(self._sends) < _WINDOW:
+            body = self._outbox.popleft()
+            self._queued -= len(body)
+            request = self._communicator.Isend([body, self._mpi.BYTE], 0, 0)
+            self._sends.append(_Transfer(request, body))
+            self._rings += _RING
+            if not self._untaken:
+                self._taken_at = now
+            self._untaken += 1
+
+    def _receive_due(self, now: float) -> list[bytes]:
+        arrived: list[bytes] = []
+        while self._due:
+            if self._receive is None:
+                self._receive = self._match()
+            if self._receive is None or not self._receive.request.Test():
+                break
+            arrived.append(bytes(self._receive.body))
+            self._receive = None
+            self._due -= 1
+            self._due_since = now
+            self._rings += _TAKEN
+        return arrived
+
+    def _match(self) -> _Transfer | None:
+        status = self._mpi.Status()
+        message = self._communicator.Improbe(0, 0, status)
+        if message is None:
+            return None
+        size = status.Get_count(self._mpi.BYTE)
+        if size > MAX_BODY:
+            raise LinkBroken(f"the peer sent a message of {size} bytes; at most {MAX_BODY} are taken")
+        body = bytearray(size)
+        return _Transfer(message.Irecv([body, self._mpi.BYTE]), body)
+
+    def _flush_rings(self) -> None:
+        if not self._rings or self._ended:
+            return
+        try:
+            sent = self.connection.send(self._rings)
+        except BlockingIOError:
+            return
+        except OSError:
+            self._ended = True
+            return
+        self._rings = self._rings[sent:]
+
+    def _check_end(self, now: float) -> None:
+        if self._peer_closing and not self._due:
+            raise LinkBroken("closed by the peer")
+        if self._ended:
+            raise LinkBroken("the connection ended: the peer has died")
+        if self._close_deadline is not None:
+            settled = not (self._outbox or self._sends or self._untaken or self._rings)
+            if settled or now > self._close_deadline:
+                self._rings += _CLOSING
+                self._flush_rings()
+                raise LinkBroken("closed")
+        if self._due and now - self._due_since > _RECEIVE_BOUND:
+            raise LinkBroken(f"the peer announced a message that did not come within {_RECEIVE_BOUND:.0f} s")
+        if self._untaken and now - self._taken_at > _ANSWER_BOUND:
+            raise LinkBroken(f"the peer has taken no message for {_ANSWER_BOUND:.0f} s")
+        if self._untaken < 0:
+            raise LinkBroken("the peer says it has taken more messages than it was sent")
+        if self._queued > _MAX_QUEUED:
+            raise LinkBroken(f"{self._queued} bytes are waiting: the peer takes too little")
+        if self.hello_deadline is not None and now > self.hello_deadline:
+            raise LinkBroken("the peer did not say hello after the join")

@@ -1,0 +1,244 @@
+"""The router process: its routes, its command line, and its run."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import aiohttp
+import uvloop
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdjax.router.dispatch import Dispatcher
+from pdjax.router.fleet import Fleet, FleetError, Instance, parse_instance
+from pdjax.web import ExchangeRoute, bind, encode_json, error_payload, say
+from pdjax.web import serve as serve_app
+
+CONNECT_SECONDS = 2.0
+POOL_SECONDS = 30.0  # instances keep idle connections for longer, so that none closes under a request
+GENERATION_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
+
+
+class Router:
+    """The routes in front of a fleet, and what runs beside them."""
+
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+        self._started = int(time.time())
+        self._registry = CollectorRegistry()
+        self._registry.register(_FleetMetrics(fleet, dispatcher))
+        self._requests = Counter(
+            "pdjax_router_requests", "HTTP requests that have ended", ["route", "status"], registry=self._registry
+        )
+
+    def app(self) -> Starlette:
+        """The ASGI application."""
+        routes = [
+            Route(path, ExchangeRoute(self._dispatcher, self._observe), methods=["POST"]) for path in GENERATION_ROUTES
+        ]
+        for paths, endpoint in (
+            (("/health", "/readiness"), self._health),
+            (("/v1/models",), self._models),
+            (("/server_info", "/get_server_info"), self._server_info),
+            (("/model_info", "/get_model_info"), self._model_info),
+            (("/metrics",), self._metrics),
+        ):
+            routes += [Route(path, endpoint, methods=["GET"]) for path in paths]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _on_http_exception, Exception: _on_error})
+
+    async def run(self) -> str | None:
+        """Watch the fleet, for ever."""
+        return await self._fleet.run()
+
+    def abandon(self, reason: str) -> None:
+        """End all open requests with an error."""
+        self._dispatcher.abandon(reason)
+
+    def _observe(self, route: str, status: int) -> None:
+        self._requests.labels(route, str(status)).inc()
+
+    async def _health(self, _: Request) -> Response:
+        missing = self._fleet.missing()
+        if missing is not None:
+            return _json(error_payload(503, missing), 503)
+        return Response("OK", media_type="text/plain")
+
+    async def _models(self, _: Request) -> Response:
+        names = {each.info["served_model_name"] for each in self._serving() if each.info.get("served_model_name")}
+        data = [
+            {"id": name, "object": "model", "created": self._started, "owned_by": "pdjax"} for name in sorted(names)
+        ]
+        return _json({"object": "list", "data": data})
+
+    async def _server_info(self, _: Request) -> Response:
+        return _json(
+            {
+                "engine_type": "router",
+                "prefill": [_describe(each) for each in self._fleet.prefill],
+                "decode": [_describe(each) for each in self._fleet.decode],
+            }
+        )
+
+    async def _model_info(self, _: Request) -> Response:
+        serving = self._serving()
+        if not serving:
+            return _json(error_payload(503, self._fleet.missing() or "no instance serves now"), 503)
+        info = serving[0].info
+        return _json(
+            {
+                "model_path": info.get("model_path"),
+                "tokenizer_path": info.get("model_path"),
+                "is_generation": True,
+                "model_type": info.get("model_type"),
+                "served_model_name": info.get("served_model_name"),
+            }
+        )
+
+    async def _metrics(self, _: Request) -> Response:
+        return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    def _serving(self) -> list[Instance]:
+        return [each for each in (*self._fleet.prefill, *self._fleet.decode) if each.problem is None]
+
+
+class _FleetMetrics(Collector):
+    """State of the instances."""
+
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher) -> None:
+        self._fleet = fleet
+        self._dispatcher = dispatcher
+
+    def collect(self) -> Iterable[GaugeMetricFamily | CounterMetricFamily]:
+        """The values as metrics."""
+        up = GaugeMetricFamily("pdjax_router_instance_up", "1 if it serves", labels=["role", "url"])
+        calls = GaugeMetricFamily("pdjax_router_outstanding", "calls in progress", labels=["role", "url"])
+        for each in (*self._fleet.prefill, *self._fleet.decode):
+            up.add_metric([each.role, each.url], float(each.problem is None))
+            calls.add_metric([each.role, each.url], each.outstanding)
+        yield up
+        yield calls
+        yield CounterMetricFamily(
+            "pdjax_router_retries", "requests sent to another pair", value=self._dispatcher.retries
+        )  # fmt: skip
+
+
+def serve(
+    prefill_urls: Sequence[str],
+    decode_urls: Sequence[str],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    request_timeout: float = 1800.0,
+    idle_timeout: float = 300.0,
+) -> int:
+    """Route until SIGTERM or SIGINT.
+
+    Args:
+        prefill_urls: ``URL`` or ``URL,BOOTSTRAP_PORT`` each; they need not be up yet.
+        decode_urls: ``URL`` each.
+        request_timeout: seconds for a whole request.
+        idle_timeout: seconds between two pieces of a stream.
+
+    Returns:
+        The exit code: 0, or 2 if it could not start.
+    """
+    try:
+        prefill = [parse_instance(url, "prefill") for url in prefill_urls]
+        decode = [parse_instance(url, "decode") for url in decode_urls]
+        return uvloop.run(_run(prefill, decode, host, port, request_timeout, idle_timeout))
+    except (FleetError, OSError) as error:
+        say("router", str(error))
+        return 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of the router."""
+    parser.add_argument(
+        "--prefill", action="append", required=True, metavar="URL[,BOOTSTRAP_PORT]",
+        help="a prefill instance; may be given more than once",
+    )  # fmt: skip
+    parser.add_argument(
+        "--decode", action="append", required=True, metavar="URL", help="a decode instance; may be given more than once"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to bind; 0: any (default: %(default)s)")
+    parser.add_argument(
+        "--request-timeout", type=_seconds, default=1800.0, metavar="SECONDS",
+        help="the longest that a whole request may take (default: %(default)g)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--idle-timeout", type=_seconds, default=300.0, metavar="SECONDS",
+        help="the longest pause between two pieces of a stream (default: %(default)g)",
+    )  # fmt: skip
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run the router for parsed arguments; returns the exit code."""
+    return serve(
+        args.prefill,
+        args.decode,
+        host=args.host,
+        port=args.port,
+        request_timeout=args.request_timeout,
+        idle_timeout=args.idle_timeout,
+    )
+
+
+async def _run(
+    prefill: list[Instance], decode: list[Instance], host: str, port: int, request_timeout: float, idle_timeout: float
+) -> int:
+    listener = bind(host, port)
+    timeout = aiohttp.ClientTimeout(total=request_timeout, sock_connect=CONNECT_SECONDS)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=POOL_SECONDS),
+        timeout=timeout,
+        auto_decompress=False,
+        skip_auto_headers=["Accept-Encoding", "User-Agent"],
+    ) as session:
+        fleet = Fleet(prefill, decode, session)
+        router = Router(fleet, Dispatcher(fleet, session, idle_seconds=idle_timeout))
+        bound, bound_port = listener.getsockname()[:2]
+        say("router", f"listening on http://{bound}:{bound_port}")
+        gc.freeze()
+        code = await serve_app(router.app(), listener, router, name="router")
+        await asyncio.sleep(0)  # let cancelled calls close their connections
+        return code
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if value <= 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def _describe(instance: Instance) -> dict[str, Any]:
+    return {"url": instance.url, "healthy": instance.problem is None, "problem": instance.problem, **instance.info}
+
+
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encode_json(value), status, media_type="application/json")
+
+
+def _on_http_exception(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    words = {404: "there is no such route", 405: f"this route does not take {request.method}"}
+    return _json(
+        error_payload(status, f"{request.method} {request.url.path}: {words.get(status, str(error))}"), status
+    )  # fmt: skip
+
+
+def _on_error(_: Request, error: Exception) -> Response:
+    return _json(error_payload(500, f"an error inside the router: {type(error).__name__}: {error}"), 500)

@@ -1,0 +1,226 @@
+"""The routes of an instance's HTTP surface."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import partial
+from importlib import metadata
+from typing import Any
+
+import msgspec
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdjax.server.chat import chat
+from pdjax.server.completions import completions
+from pdjax.server.jobs import Bootstrap, make_jobs, new_rid
+from pdjax.server.native import generate
+from pdjax.server.parse import read
+from pdjax.server.sampling import SamplingFields
+from pdjax.server.service import Service
+from pdjax.web import ExchangeRoute, HttpError, encode_json, error_payload
+
+GENERATION_CHECK_SECONDS = 20.0
+
+
+class AbortRequest(msgspec.Struct):
+    """The body of ``/abort_request``."""
+
+    rid: str = ""
+    abort_all: bool = False
+
+
+class TokenizeRequest(msgspec.Struct):
+    """The body of ``/tokenize``."""
+
+    prompt: str | list[str]
+    model: str | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(msgspec.Struct):
+    """The body of ``/detokenize``."""
+
+    tokens: list[int]
+    model: str | None = None
+    skip_special_tokens: bool = True
+
+
+def make_app(service: Service) -> Starlette:
+    """The ASGI application."""
+    routes = [
+        Route(path, ExchangeRoute(partial(handle, service), service.metrics.request), methods=["POST"])
+        for path, handle in (("/generate", generate), ("/v1/completions", completions), ("/v1/chat/completions", chat))
+    ]
+    routes += [
+        Route(path, _endpoint(handle, service), methods=[method])
+        for method, paths, handle in (
+            ("GET", ["/health"], _health),
+            ("GET", ["/health_generate"], _health_generate),
+            ("GET", ["/v1/models"], _models),
+            ("GET", ["/server_info", "/get_server_info"], _server_info),
+            ("GET", ["/model_info", "/get_model_info"], _model_info),
+            ("GET", ["/get_load"], _load),
+            ("GET", ["/metrics"], _metrics),
+            ("POST", ["/flush_cache"], _flush_cache),
+            ("POST", ["/abort_request"], _abort_request),
+            ("POST", ["/tokenize"], _tokenize),
+            ("POST", ["/detokenize"], _detokenize),
+        )
+        for path in paths
+    ]
+    return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+
+
+def version() -> str:
+    """This package's version."""
+    try:
+        return metadata.version("pdjax")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def json_response(value: Any, status: int = 200) -> Response:
+    """A JSON answer."""
+    return Response(encode_json(value), status, media_type="application/json")
+
+
+def _on_error(_: Request, error: Exception) -> Response:
+    if isinstance(error, HttpError):
+        return json_response(error_payload(error.status, error.message), error.status)
+    return json_response(error_payload(500, f"an error inside the frontend: {type(error).__name__}: {error}"), 500)
+
+
+def _on_http_exception(request: Request, error: Exception) -> Response:
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    words = {404: "there is no such route", 405: f"this route does not take {request.method}"}
+    message = f"{request.method} {request.url.path}: {words.get(status, str(error))}"
+    return json_response(error_payload(status, message), status)
+
+
+ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Response]] = {
+    HttpError: _on_error,
+    HTTPException: _on_http_exception,
+    Exception: _on_error,
+}
+
+
+def _endpoint(
+    handle: Callable[[Service, Request], Awaitable[Response]], service: Service
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        return await handle(service, request)
+
+    return endpoint
+
+
+async def _health(service: Service, _: Request) -> Response:
+    await service.leader.stats()
+    return Response("OK", media_type="text/plain")
+
+
+async def _health_generate(service: Service, request: Request) -> Response:
+    """Generates a token where one instance can; elsewhere it takes a pair to do so."""
+    instance = service.instance
+    if instance.role != "unified":
+        return await _health(service, request)
+    greedy = SamplingFields(max_new_tokens=1, temperature=0, ignore_eos=True)
+    jobs = make_jobs(
+        instance, [[0]], [greedy], rids=[new_rid("health")], bootstrap=Bootstrap(), default_max=1
+    )  # fmt: skip
+    try:
+        with service.run(jobs) as run:
+            async with asyncio.timeout(GENERATION_CHECK_SECONDS):
+                await run.finish()
+    except TimeoutError as error:
+        raise HttpError(503, f"the engine made no token within {GENERATION_CHECK_SECONDS:g} s") from error
+    return Response("OK", media_type="text/plain")
+
+
+async def _models(service: Service, _: Request) -> Response:
+    model = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "pdjax",
+        "max_model_len": (service.leader.info or {}).get("max_context"),
+    }
+    return json_response({"object": "list", "data": [model]})
+
+
+async def _server_info(service: Service, _: Request) -> Response:
+    service.leader.check()
+    return json_response({"version": version(), "served_model_name": service.model_name, **(service.leader.info or {})})
+
+
+async def _model_info(service: Service, _: Request) -> Response:
+    service.leader.check()
+    info = service.leader.info or {}
+    return json_response(
+        {
+            "model_path": info.get("model_path"),
+            "tokenizer_path": info.get("model_path"),
+            "is_generation": True,
+            "model_type": info.get("model_type"),
+            "served_model_name": service.model_name,
+        }
+    )
+
+
+async def _load(service: Service, _: Request) -> Response:
+    """One entry, since an instance has one scheduler. Tokens are whole pages."""
+    stats = await service.leader.stats()
+    page_size = (service.leader.info or {}).get("page_size", 1)
+    used = stats.get("pages", 0) - stats.get("free_pages", 0)
+    load = {
+        "dp_rank": 0,
+        "num_reqs": int(stats.get("live_requests", 0)),
+        "num_waiting_reqs": int(stats.get("waiting_requests", 0)),
+        "num_tokens": int(used * page_size),
+    }
+    return json_response([load])
+
+
+async def _metrics(service: Service, _: Request) -> Response:
+    try:
+        stats = await service.leader.stats()
+    except HttpError:
+        stats = None  # shown as pdjax_up 0
+    return Response(service.metrics.text(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _flush_cache(service: Service, _: Request) -> Response:
+    service.leader.check()
+    return Response("Nothing to flush: no pages are kept once a request has ended.\n", media_type="text/plain")
+
+
+async def _abort_request(service: Service, request: Request) -> Response:
+    wanted = read(await request.body(), AbortRequest)
+    if not wanted.rid and not wanted.abort_all:
+        raise HttpError(400, "rid: missing; give the id of the request to abort, or abort_all")
+    aborted = service.leader.abort_matching(None if wanted.abort_all else wanted.rid, "aborted by /abort_request")
+    return json_response({"aborted": aborted})
+
+
+async def _tokenize(service: Service, request: Request) -> Response:
+    wanted = read(await request.body(), TokenizeRequest)
+    texts = [wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt
+    ids = [await service.vocabulary.encode(text, special=wanted.add_special_tokens) for text in texts]
+    counts = [len(each) for each in ids]
+    single = isinstance(wanted.prompt, str)
+    most = (service.leader.info or {}).get("max_context")
+    tokens, count = (ids[0], counts[0]) if single else (ids, counts)
+    return json_response({"tokens": tokens, "count": count, "max_model_len": most})
+
+
+async def _detokenize(service: Service, request: Request) -> Response:
+    wanted = read(await request.body(), DetokenizeRequest)
+    for token in wanted.tokens:
+        if not 0 <= token < service.vocabulary.size:
+            raise HttpError(400, f"tokens: {token} is not in the vocabulary of {service.vocabulary.size} tokens")
+    return json_response({"text": service.vocabulary.decode(wanted.tokens, skip_special=wanted.skip_special_tokens)})

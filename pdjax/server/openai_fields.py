@@ -1,0 +1,144 @@
+"""What the two OpenAI routes share: fields, their translation, usage and what is told beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from pdjax.server.jobs import Bootstrap
+from pdjax.server.parse import refuse_unsupported
+from pdjax.server.run import Output
+from pdjax.server.sampling import SamplingFields
+from pdjax.web import HttpError
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "response_format": ({"type": "text"},),
+    "lora_path": (),
+    "session_params": (),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "return_hidden_states": (False,),
+    "return_routed_experts": (False,),
+}
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """`stream_options`."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: Literal[False] | None = None
+    include_obfuscation: bool | None = None
+
+
+class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Fields of both routes: OpenAI's, SGLang's additions, and those that routers add."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    metadata: Any = None
+    n: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: Any = None
+    response_format: Any = None
+    top_k: int | None = None
+    min_p: float | None = None
+    min_tokens: int | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    rid: str | list[str] | None = None
+    bootstrap_host: str | list[str] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int] | None = None
+    data_parallel_rank: int | None = None
+    lora_path: Any = None
+    session_params: Any = None
+    custom_logit_processor: Any = None
+    custom_params: Any = None
+    return_hidden_states: Any = None
+    return_routed_experts: Any = None
+    cache_salt: Any = None
+    extra_key: Any = None
+    priority: int | None = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def bootstrap(self) -> Bootstrap:
+        """Where the request's halves meet."""
+        return Bootstrap(self.bootstrap_host, self.bootstrap_port, self.bootstrap_room)
+
+    def sampling(self, max_new_tokens: int | None) -> SamplingFields:
+        """The same in the engine's names."""
+        return SamplingFields(
+            max_new_tokens=max_new_tokens,
+            min_new_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            no_stop_trim=self.no_stop_trim,
+            seed=self.seed,
+        )
+
+
+def check_common(fields: CommonFields, neutral: dict[str, tuple[Any, ...]]) -> None:
+    """Raise `HttpError` 400 if something is asked for that is not supported; `neutral` adds a route's own."""
+    refuse_unsupported(fields, NEUTRAL | neutral)
+    if fields.stream_options is not None and not fields.stream:
+        raise HttpError(400, "stream_options: only with stream set to true")
+
+
+def finish_reason(output: Output) -> str | None:
+    """`finish_reason` of a choice."""
+    return None if output.finish is None else output.finish["type"]
+
+
+def usage(outputs: Sequence[Output]) -> dict[str, Any]:
+    """Token counts of all samples."""
+    prompt = sum(output.prompt_tokens for output in outputs)
+    completion = sum(len(output.token_ids) for output in outputs)
+    cached = sum(output.cached_tokens for output in outputs)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+def meta_info(outputs: Sequence[Output]) -> dict[str, Any]:
+    """What is known about the first sample beyond OpenAI's answer: its id, and the times of its life."""
+    first = outputs[0]
+    meta = {"id": first.job.rid, "e2e_latency": first.seconds}
+    return meta if first.timeline is None else meta | {"timeline": first.timeline}

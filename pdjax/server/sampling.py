@@ -1,0 +1,135 @@
+"""What a request may say about sampling: checked, and cut to what the context leaves room for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from pdjax import wire
+from pdjax.server.parse import refuse_unsupported
+from pdjax.web import HttpError
+
+MAX_STOPS = 16
+MAX_INT32 = 2**31 - 1
+
+
+class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
+    """`sampling_params` of ``/generate``, and what the OpenAI routes are translated to. None is the default."""
+
+    max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    no_stop_trim: bool | None = None
+    sampling_seed: int | None = None
+    seed: int | None = None
+    n: int | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    json_schema: Any = None
+    regex: Any = None
+    ebnf: Any = None
+    structural_tag: Any = None
+    logit_bias: Any = None
+    custom_params: Any = None
+    stop_regex: Any = None
+
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "logit_bias": ({},),
+    "custom_params": ({},),
+    "stop_regex": ([],),
+}
+
+
+@dataclass(frozen=True)
+class TextRules:
+    """How output ids become text."""
+
+    stop: tuple[str, ...] = ()
+    no_stop_trim: bool = False
+    skip_special_tokens: bool = True
+
+
+def check_sampling(fields: SamplingFields, *, vocabulary_size: int, max_name: str = "max_new_tokens") -> None:
+    """Raise `HttpError` 400, with a sentence, if a value is out of range or an option is not supported.
+
+    `max_name` is what the client calls the limit on new tokens.
+    """
+    refuse_unsupported(fields, NEUTRAL)
+    _at_least(max_name, fields.max_new_tokens, 1)
+    _at_least("min_new_tokens", fields.min_new_tokens, 0)
+    _at_least("temperature", fields.temperature, 0)
+    if fields.top_p is not None and not 0 < fields.top_p <= 1:
+        raise HttpError(400, f"top_p must be above 0 and at most 1, not {fields.top_p:g}")
+    if fields.min_p is not None and not 0 <= fields.min_p <= 1:
+        raise HttpError(400, f"min_p must be at least 0 and at most 1, not {fields.min_p:g}")
+    if fields.top_k is not None and not -1 <= fields.top_k <= MAX_INT32:
+        raise HttpError(400, f"top_k must be at least 1, or -1 or 0 for off, not {fields.top_k}")
+    if fields.min_new_tokens and fields.max_new_tokens is not None and fields.min_new_tokens > fields.max_new_tokens:
+        raise HttpError(400, f"min_new_tokens ({fields.min_new_tokens}) is over {max_name} ({fields.max_new_tokens})")
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    if len(stops) > MAX_STOPS:
+        raise HttpError(400, f"stop: {len(stops)} stop strings are over the {MAX_STOPS} that are taken")
+    for token in fields.stop_token_ids or ():
+        if not 0 <= token < vocabulary_size:
+            raise HttpError(400, f"stop_token_ids: {token} is not in the vocabulary of {vocabulary_size} tokens")
+    seed = seed_of(fields)
+    if seed is not None and not -(2**63) <= seed < 2**63:
+        raise HttpError(400, f"seed must fit in 64 bits, which {seed} does not")
+
+
+def seed_of(fields: SamplingFields) -> int | None:
+    """The seed, under either of its names."""
+    return fields.sampling_seed if fields.sampling_seed is not None else fields.seed
+
+
+def text_rules(fields: SamplingFields) -> TextRules:
+    """How this request's output becomes text."""
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    return TextRules(
+        stop=tuple(stop for stop in stops if stop),
+        no_stop_trim=bool(fields.no_stop_trim),
+        skip_special_tokens=fields.skip_special_tokens is not False,
+    )
+
+
+def for_engine(fields: SamplingFields, *, max_new_tokens: int, seed_offset: int = 0) -> wire.SamplingParams:
+    """The engine's parameters for checked fields. Samples of one request differ by `seed_offset`."""
+    seed = seed_of(fields)
+    top_k = fields.top_k or 0
+    return wire.SamplingParams(
+        max_new_tokens=max_new_tokens,
+        min_new_tokens=min(fields.min_new_tokens or 0, max_new_tokens),
+        temperature=1.0 if fields.temperature is None else fields.temperature,
+        top_k=max(0, top_k),
+        top_p=1.0 if fields.top_p is None else fields.top_p,
+        min_p=fields.min_p or 0.0,
+        stop_token_ids=tuple(fields.stop_token_ids or ()),
+        ignore_eos=bool(fields.ignore_eos),
+        # MessagePack integers end at 2^64; the engine uses the low bits.
+        seed=None if seed is None else (seed + seed_offset) & (2**63 - 1),
+    )
+
+
+def _at_least(name: str, value: float | None, least: int) -> None:
+    if value is not None and not value >= least:
+        raise HttpError(400, f"{name} must be at least {least}, not {value:g}")

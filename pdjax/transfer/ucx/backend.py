@@ -1,0 +1,281 @@
+"""`UcxBackend`: one thread owns the UCX worker, and sleeps on its file descriptor while nothing moves."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import select
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from typing import TypeVar
+
+from pdjax.transfer.backend import Drained, EventSink, Notice, TransferError, Write, WriteFailed
+from pdjax.transfer.ucx import binding, description
+from pdjax.transfer.ucx.description import Description, Region
+from pdjax.transfer.ucx.paths import Paths
+from pdjax.transfer.ucx.worker import Memory, UcxWorker, library_path
+
+_SET_UP_BOUND = 60.0  # seconds; touching many gigabytes of new memory takes a while
+_CLOSE_BOUND = 3.0
+_OPEN_PAUSE = 0.05  # seconds; the longest sleep while anything is under way
+_REST_PAUSE = 5.0  # seconds; at rest nothing should be missed, and if it were, this is what it would cost
+_DRY_LOOKS, _DRY_PAUSE = 4, 0.025  # how often, and seconds apart, nothing may be left to receive
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Drain:
+    """A drain that has seen nothing left to receive `looks` times, the last time at `looked`."""
+
+    id: int
+    looks: int = 0
+    looked: float = 0.0
+
+
+class UcxBackend:
+    """See `TransferBackend`. What it allocates goes with `close`, which must come after its last use.
+
+    Args:
+        on_event: called on the backend's thread; must only hand on.
+        allow_mapped: write straight into the memory of peers on this host; else everything takes the network path.
+        transports: UCX's names of the transports that may be used.
+        library: the libucp to use; None is the one that MPI has loaded.
+
+    Raises:
+        TransferError: UCX cannot start.
+    """
+
+    name = "ucx"
+
+    def __init__(
+        self,
+        on_event: EventSink,
+        *,
+        allow_mapped: bool = True,
+        transports: str = "posix,cma,tcp",
+        library: str | None = None,
+    ) -> None:
+        self._on_event = on_event
+        self._ucp = binding.load(library_path(library))
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._memory: dict[int, Memory] = {}  # by region
+        self._allocated: set[int] = set()
+        self._drains: list[_Drain] = []
+        self._errors: deque[tuple[int, str]] = deque()  # endpoints that UCX has given up, and why
+        self._dead: str | None = None  # why the thread does not run any more
+        self._closing = False
+        self._worker: UcxWorker  # both are made by the thread
+        self._paths: Paths
+        started: Future[None] = Future()
+        arguments = (transports, allow_mapped, started)
+        self._thread = threading.Thread(target=self._run, args=arguments, name="pdjax-ucx", daemon=True)
+        self._thread.start()
+        started.result(_SET_UP_BOUND)
+
+    def register(self, region: int, address: int, nbytes: int) -> None:
+        """Make memory a source of writes. Raises `TransferError`."""
+        self._call(lambda: self._register(region, address, nbytes))
+
+    def allocate(self, region: int, nbytes: int) -> int:
+        """Allocate zeroed memory that peers may write into. Returns its address. Raises `TransferError`."""
+        return self._call(lambda: self._allocate(region, nbytes))
+
+    def describe(self) -> bytes:
+        """What a peer needs to `connect`, for the registration record. Raises `TransferError`."""
+        return self._call(self._describe)
+
+    def connect(self, peer: str, description: bytes) -> None:
+        """Open the path to a described peer. Raises `TransferError`."""
+        self._call(lambda: self._paths.connect(peer, description))
+
+    def disconnect(self, peer: str) -> None:
+        """Close the path; its open writes fail. An unknown peer is ignored."""
+        self._post(lambda: self._paths.disconnect(peer))
+
+    def write(self, write: Write) -> None:
+        """Start a write; its end is an event."""
+        self._post(lambda: self._start(write))
+
+    def drain(self, id: int) -> None:
+        """Report `Drained` once nothing is left to receive from peers that are gone."""
+        self._post(lambda: self._start_drain(id))
+
+    def path(self, peer: str) -> str:
+        """``mapped`` or UCX's transports, in words."""
+        return self._paths.path(peer)
+
+    def close(self) -> None:
+        """Fail what is open, release everything, end the thread. Idempotent."""
+        self._closing = True
+        self._post(lambda: None)
+        self._thread.join(_CLOSE_BOUND + 1)
+
+    def _post(self, command: Callable[[], None]) -> None:
+        self._commands.append(command)
+        os.eventfd_write(self._wake_fd, 1)
+        if self._dead is not None:
+            self._run_commands()  # the thread does not: they find `_dead` and say so
+
+    def _call(self, work: Callable[[], T]) -> T:
+        future: Future[T] = Future()
+
+        def command() -> None:
+            try:
+                if self._dead is not None:
+                    raise TransferError(self._dead)
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - it is raised to the caller
+                future.set_exception(error)
+
+        self._post(command)
+        try:
+            return future.result(_SET_UP_BOUND)
+        except FutureTimeout as error:
+            raise TransferError(f"the UCX thread has not answered for {_SET_UP_BOUND:.0f} s") from error
+
+    # Everything below runs on the thread
+
+    def _run(self, transports: str, allow_mapped: bool, started: Future[None]) -> None:
+        try:
+            self._worker = UcxWorker(
+                self._ucp,
+                transports=transports,
+                on_notice=lambda payload: self._on_event(Notice(payload)),
+                on_error=lambda endpoint, cause: self._errors.append((endpoint, cause)),
+            )
+            self._paths = Paths(self._worker, self._memory, self._on_event, allow_mapped=allow_mapped)
+        except BaseException as error:  # noqa: BLE001 - it is raised to whoever made the backend
+            started.set_exception(error)
+            return
+        started.set_result(None)
+        reason = "the UCX backend is closed"
+        try:
+            self._loop()
+        except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for a write for ever
+            traceback.print_exc()
+            reason = f"the UCX thread has failed: {error!r}"
+        self._dead = reason
+        self._run_commands()
+        self._paths.close()
+        self._release()
+
+    def _loop(self) -> None:
+        poller = select.poll()
+        poller.register(self._worker.fd, select.POLLIN)
+        poller.register(self._wake_fd, select.POLLIN)
+        while not self._closing:
+            if self._turn() or not self._worker.arm():
+                continue
+            for fd, _ in poller.poll(1000 * self._pause()):
+                if fd == self._wake_fd:
+                    os.eventfd_read(self._wake_fd)
+
+    def _turn(self) -> bool:
+        """One round over everything. Returns whether anything moved."""
+        received = self._worker.progress()
+        moved = self._run_commands() or received
+        while self._errors:
+            self._paths.failed(*self._errors.popleft())
+            moved = True
+        now = time.monotonic()
+        moved |= self._paths.advance(now)
+        if self._drains and not received:
+            self._look_for_rest(now)
+        return moved
+
+    def _run_commands(self) -> bool:
+        ran = False
+        while True:
+            try:
+                command = self._commands.popleft()
+            except IndexError:
+                return ran
+            command()
+            ran = True
+
+    def _pause(self) -> float:
+        """Seconds to sleep at most."""
+        if self._drains:
+            return _DRY_PAUSE
+        if self._paths.leaving:
+            return _OPEN_PAUSE
+        deadline = self._paths.next_deadline()
+        return _REST_PAUSE if deadline is None else max(min(deadline - time.monotonic(), _OPEN_PAUSE), 0.001)
+
+    def _register(self, region: int, address: int, nbytes: int) -> None:
+        self._check_region(region, nbytes)
+        self._memory[region] = self._worker.register(address, nbytes)
+
+    def _allocate(self, region: int, nbytes: int) -> int:
+        self._check_region(region, nbytes)
+        memory = self._worker.allocate(nbytes)
+        if memory.address % os.sysconf("SC_PAGE_SIZE"):
+            self._worker.unmap(memory)
+            raise TransferError(f"UCX allocated memory at {memory.address:#x}, which is not aligned to a memory page")
+        ctypes.memset(memory.address, 0, nbytes)
+        self._memory[region] = memory
+        self._allocated.add(region)
+        return memory.address
+
+    def _check_region(self, region: int, nbytes: int) -> None:
+        if region in self._memory:
+            raise TransferError(f"region {region} exists already")
+        if nbytes <= 0:
+            raise TransferError(f"region {region} would have {nbytes} bytes")
+
+    def _describe(self) -> bytes:
+        regions = []
+        for region in sorted(self._allocated):
+            memory = self._memory[region]
+            regions.append(Region(region, memory.address, memory.nbytes, self._worker.key(memory)))
+        whole = Description(
+            version=description.VERSION,
+            ucx=self._ucp.version(),
+            worker=self._worker.address(),
+            process=description.own_process(),
+            regions=regions,
+        )
+        return description.encode(whole)
+
+    def _start(self, write: Write) -> None:
+        if self._dead is not None:
+            self._on_event(WriteFailed(write.id, self._dead))
+        else:
+            self._paths.start(write)
+
+    def _start_drain(self, id: int) -> None:
+        if self._dead is not None:
+            self._on_event(Drained(id))  # nothing lands any more
+        else:
+            self._drains.append(_Drain(id))
+
+    def _look_for_rest(self, now: float) -> None:
+        """Nothing was left to receive just now: that, a few times in a row, is dry. What a dead process had sent is
+        in this host's socket buffers already, and whoever was copying into our memory has stopped."""
+        for drain in list(self._drains):
+            if now - drain.looked < _DRY_PAUSE:
+                continue
+            drain.looks, drain.looked = drain.looks + 1, now
+            if drain.looks == _DRY_LOOKS:
+                self._drains.remove(drain)
+                self._on_event(Drained(drain.id))
+
+    def _release(self) -> None:
+        """Let go of everything, in the order that UCX asks for; not at all if a path does not end in time."""
+        until = time.monotonic() + _CLOSE_BOUND
+        while self._paths.leaving and time.monotonic() < until:
+            if not self._worker.progress() and not self._paths.advance(time.monotonic()):
+                time.sleep(0.001)
+        if self._paths.leaving:
+            return
+        for memory in self._memory.values():
+            self._worker.unmap(memory)
+        self._worker.destroy()

@@ -1,0 +1,125 @@
+"""What a backend tells its peers about itself, and how a peer makes sure that it may be believed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from pdjax.transfer.backend import TransferError
+
+VERSION = 1
+_DIGEST = 16
+_MAX_REGIONS = 64
+_MAX_BLOB = 4096
+
+
+class Process(msgspec.Struct, frozen=True):
+    """Which process this is, among all processes of all hosts.
+
+    A pid means the same process to two others only on one running kernel and in one pid namespace, and only until it
+    is given out again, which the start time tells.
+    """
+
+    boot_id: str
+    pid_namespace: str
+    pid: int
+    start_ticks: int
+
+
+class Region(msgspec.Struct, frozen=True):
+    """Memory that peers may write into: its address in its owner, bytes, and UCX's key to it."""
+
+    id: int
+    base: int
+    nbytes: int
+    rkey: bytes
+
+
+class Description(msgspec.Struct, frozen=True):
+    """A backend: its UCX worker's address, its process and its regions."""
+
+    version: int
+    ucx: tuple[int, int, int]
+    worker: bytes
+    process: Process
+    regions: list[Region]
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Description)
+
+
+def encode(description: Description) -> bytes:
+    """Bytes for the registration record, with a digest: UCX itself trusts addresses and keys blindly."""
+    body = _encoder.encode(description)
+    return hashlib.blake2b(body, digest_size=_DIGEST).digest() + body
+
+
+def decode(data: bytes) -> Description:
+    """Parse and validate a peer's description. Raises `TransferError`."""
+    digest, body = data[:_DIGEST], data[_DIGEST:]
+    if hashlib.blake2b(body, digest_size=_DIGEST).digest() != digest:
+        raise TransferError("the peer's transfer description is damaged, or of another backend")
+    try:
+        description = _decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise TransferError(f"the peer's transfer description does not parse: {error}") from error
+    if description.version != VERSION:
+        raise TransferError(f"the peer describes itself in version {description.version}; this is {VERSION}")
+    if not 0 < len(description.worker) <= _MAX_BLOB or len(description.regions) > _MAX_REGIONS:
+        raise TransferError("the peer's transfer description has no worker address, or too much in it")
+    for region in description.regions:
+        sane = region.base > 0 and region.nbytes > 0 and region.base + region.nbytes < 1 << 64
+        if not sane or not 0 < len(region.rkey) <= _MAX_BLOB:
+            raise TransferError(f"the peer's region {region.id} has no memory or no key")
+    if len({region.id for region in description.regions}) != len(description.regions):
+        raise TransferError("the peer describes a region twice")
+    return description
+
+
+def own_process() -> Process:
+    """This process."""
+    return Process(
+        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        pid_namespace=os.readlink("/proc/self/ns/pid"),
+        pid=os.getpid(),
+        start_ticks=_start_ticks("self"),
+    )
+
+
+def is_neighbour(process: Process) -> bool:
+    """Whether a described process is alive on this kernel under the very pid that it states.
+
+    Only then does a key to its shared memory, which names that pid, lead to its memory and not to somebody else's.
+    """
+    own = own_process()
+    if (process.boot_id, process.pid_namespace) != (own.boot_id, own.pid_namespace):
+        return False
+    try:
+        return _start_ticks(str(process.pid)) == process.start_ticks
+    except (OSError, ValueError, IndexError):
+        return False  # it has ended, or is not ours to see
+
+
+def is_mapped(address: int, nbytes: int) -> bool:
+    """Whether [address, address + nbytes) lies within writable shared mappings of this process.
+
+    UCX computes a mapped address from what the peer stated, without a look at the bounds.
+    """
+    covered = address
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, permissions = line.split(None, 2)[:2]
+        low, high = (int(part, 16) for part in span.split("-"))
+        if low <= covered < high and permissions[1] == "w" and permissions[3] == "s":
+            covered = high
+            if covered >= address + nbytes:
+                return True
+    return False
+
+
+def _start_ticks(pid: str) -> int:
+    """When a process was started, in clock ticks since boot: field 22, counted after the name, which may hold any."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])

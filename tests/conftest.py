@@ -1,0 +1,15 @@
+"""Fixtures that more than one folder of tests uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdjax.launch.fetch import fetch
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The model folder of SmolLM2-135M-Instruct, downloaded on first use and kept in the cache."""
+    return fetch("smollm2-135m-instruct", progress=False)

@@ -1,0 +1,134 @@
+"""Real instances and routers as processes, for tests: started, watched, killed."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+CONFIG = Path(__file__).parent / "small.gin"
+START_SECONDS = 600.0  # the first start on a machine compiles every step
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
+
+
+class Part:
+    """One ``python -m pdjax.launch ...`` with its HTTP port and its log."""
+
+    def __init__(self, folder: Path, name: str, arguments: list[str], port: int) -> None:
+        self.name = name
+        self.port = port
+        self.arguments = arguments
+        self.url = f"http://127.0.0.1:{port}"
+        self.log = folder / f"{name}-{port}-{time.monotonic_ns()}.log"
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pdjax.launch", *arguments],
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+
+    def wait_ready(self, seconds: float = START_SECONDS) -> Part:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                raise AssertionError(f"{self.name} ended with {self._process.returncode}:\n{self.tail()}")
+            with contextlib.suppress(OSError):
+                if get(f"{self.url}/health", timeout=5)[0] == 200:
+                    return self
+            time.sleep(0.1)
+        raise AssertionError(f"{self.name} was not ready within {seconds} s:\n{self.tail()}")
+
+    def tail(self) -> str:
+        return self.log.read_text(errors="replace")[-3000:]
+
+    def processes(self) -> list[psutil.Process]:
+        """The part's processes: itself and all below it."""
+        try:
+            root = psutil.Process(self._process.pid)
+            return [root, *root.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def leader(self) -> psutil.Process:
+        """The MPI rank of an instance: the one that holds the model."""
+        return max(self.processes(), key=lambda process: process.memory_info().rss)
+
+    def kill(self) -> None:
+        """SIGKILL to every process of the part at once."""
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.wait(10)
+
+    def terminate(self, seconds: float = 20.0) -> int:
+        """SIGTERM to the part's group, as a terminal's Ctrl-C or a scheduler would; returns the exit code."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        try:
+            return self._process.wait(seconds)
+        finally:
+            self.kill()
+
+    def metrics(self) -> dict[str, float]:
+        """``/metrics`` without labels."""
+        status, body = get(f"{self.url}/metrics")
+        assert status == 200, body
+        lines = [line for line in body.decode().splitlines() if line and not line.startswith("#") and "{" not in line]
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+def instance(folder: Path, role: str, **options: Any) -> Part:
+    """Start an instance; options are gin bindings with ``__`` for the dot."""
+    port = options.pop("Server__port", None) or free_port()
+    bindings = {f"--gin.{name.replace('__', '.')}={value}" for name, value in options.items()}
+    return Part(folder, role, [role, "--config", str(CONFIG), f"--gin.Server.port={port}", *sorted(bindings)], port)
+
+
+def router(folder: Path, prefill: list[Part], decode: list[Part]) -> Part:
+    port = free_port()
+    arguments = ["router", "--port", str(port)]
+    arguments += ["--prefill", *(part.url for part in prefill), "--decode", *(part.url for part in decode)]
+    return Part(folder, "router", arguments, port)
+
+
+def get(url: str, timeout: float = 30.0) -> tuple[int, bytes]:
+    return _open(urllib.request.Request(url), timeout)
+
+
+def post(url: str, body: Any, timeout: float = 120.0) -> tuple[int, Any]:
+    """POST JSON (bytes are sent as they are); returns status and parsed body."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    status, answer = _open(request, timeout)
+    return status, json.loads(answer)
+
+
+def stream(url: str, body: Any, timeout: float = 120.0):
+    """POST JSON and yield the parsed SSE events as they come, without the closing [DONE]."""
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=timeout) as response:
+        for line in response:
+            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                yield json.loads(line.removeprefix(b"data: "))
+
+
+def _open(request: urllib.request.Request, timeout: float) -> tuple[int, bytes]:
+    try:
+        with urllib.request.urlopen(request, timeout=timeout) as response:
+            return response.status, response.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()

@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
+
+from pdjax.layers.sharding import param_shardings, parameter, partition_spec, tensor_mesh
+from pdjax.models.llama import Llama
+from pdjax.models.random import tiny_config
+
+
+def mesh(tp: int) -> AbstractMesh:
+    return AbstractMesh((tp,), ("tp",), axis_types=(AxisType.Auto,))
+
+
+def test_every_large_parameter_is_cut_and_norms_are_whole():
+    module = nnx.eval_shape(lambda: Llama(tiny_config(model_type="qwen2", attention_bias=True), jnp.float32))
+    specs = {name: sharding.spec for name, sharding in param_shardings(module, tensor_mesh()).items()}
+    assert specs["layers.0.attention.qkv.weight"] == PartitionSpec("tp", None, None, None)
+    assert specs["layers.0.attention.qkv.bias"] == PartitionSpec("tp", None, None)
+    assert specs["layers.0.attention.out.weight"] == PartitionSpec(None, "tp")
+    assert specs["layers.0.mlp.gate_up.weight"] == PartitionSpec("tp", None, None)
+    assert {name for name, spec in specs.items() if "tp" not in spec} == {
+        name for name in specs if name.endswith("norm.weight")
+    }
+
+
+def test_heads_that_tp_does_not_divide_are_refused_with_both_numbers():
+    with pytest.raises(ValueError, match="qkv: tp=2 does not divide its 3 kv_heads"):
+        partition_spec("qkv", (3, 8), ("kv_heads", None), mesh(2))
+
+
+def test_a_vocabulary_that_tp_does_not_divide_stays_whole():
+    assert partition_spec("embed", (49153, 8), ("vocab", None), mesh(2)) == PartitionSpec(None, None)
+
+
+def test_a_parameter_without_an_axis_for_each_dimension_is_refused():
+    with pytest.raises(ValueError, match="needs 2 logical axes"):
+        parameter((2, 3), ("mlp",), jnp.dtype("float32"), None)

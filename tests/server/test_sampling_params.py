@@ -1,0 +1,85 @@
+"""What a request may say about sampling, and the sentence for what it may not."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdjax import wire
+from pdjax.server.parse import convert
+from pdjax.server.sampling import SamplingFields, check_sampling, for_engine, text_rules
+from pdjax.web import HttpError
+
+
+def refusal(**fields) -> str:
+    with pytest.raises(HttpError) as caught:
+        check_sampling(convert(fields, SamplingFields, inside="sampling_params"), vocabulary_size=100)
+    assert caught.value.status == 400
+    return caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": -0.1}, "temperature must be at least 0"),
+        ({"top_p": 0}, "top_p must be above 0"),
+        ({"top_p": 1.1}, "top_p must be above 0 and at most 1"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"min_p": -1}, "min_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**31}, "top_k"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"max_new_tokens": -5}, "max_new_tokens must be at least 1, not -5"),
+        ({"min_new_tokens": -1}, "min_new_tokens"),
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens (5) is over max_new_tokens (4)"),
+        ({"stop": ["x"] * 17}, "17 stop strings"),
+        ({"stop_token_ids": [100]}, "100 is not in the vocabulary of 100 tokens"),
+        ({"sampling_seed": 2**63}, "64 bits"),
+        ({"n": 2}, "not supported yet"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty: this option is not supported"),
+        ({"presence_penalty": 1}, "not supported"),
+        ({"repetition_penalty": 1.2}, "not supported"),
+        ({"json_schema": "{}"}, "json_schema: this option is not supported"),
+        ({"regex": "a"}, "not supported"),
+        ({"ebnf": "a"}, "not supported"),
+        ({"temprature": 1}, "unknown field 'temprature' in sampling_params; did you mean 'temperature'?"),
+        ({"top_k": "3"}, "sampling_params.top_k: expected int or null, got str"),
+        ({"max_new_tokens": 1.5}, "expected int"),
+        ({"ignore_eos": 1}, "expected bool"),
+    ],
+)
+def test_what_can_not_be_done_is_refused_in_words(fields, words):
+    assert words in refusal(**fields)
+
+
+def test_neutral_values_of_unsupported_options_are_taken():
+    fields = SamplingFields(
+        n=1, frequency_penalty=0.0, presence_penalty=0, repetition_penalty=1.0, logit_bias={}, json_schema=None
+    )
+    check_sampling(fields, vocabulary_size=1)
+
+
+def test_not_a_number_is_refused():
+    with pytest.raises(HttpError, match="temperature"):
+        check_sampling(SamplingFields(temperature=float("nan")), vocabulary_size=1)
+
+
+def test_defaults_are_sglangs():
+    assert for_engine(SamplingFields(), max_new_tokens=128) == wire.SamplingParams()
+    assert text_rules(SamplingFields()).skip_special_tokens
+
+
+@pytest.mark.parametrize("off", [-1, 0])
+def test_top_k_has_two_ways_to_be_off(off):
+    assert for_engine(SamplingFields(top_k=off), max_new_tokens=1).top_k == 0
+
+
+def test_samples_of_one_seed_differ_and_both_names_of_the_seed_are_one():
+    first = for_engine(SamplingFields(seed=7), max_new_tokens=1, seed_offset=0)
+    second = for_engine(SamplingFields(sampling_seed=7), max_new_tokens=1, seed_offset=1)
+    assert (first.seed, second.seed) == (7, 8)
+
+
+def test_any_64_bit_seed_fits_into_a_frame():
+    for seed in (-(2**63), -1, 2**63 - 1):
+        sampling = for_engine(SamplingFields(seed=seed), max_new_tokens=1, seed_offset=5)
+        assert wire.encode(wire.Generate("r", [1], sampling))

@@ -1,0 +1,139 @@
+"""A process with a UcxBackend, for tests: see `tests.jobs`. Regions: 1 is a ring for peers, 2 is a source."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from pdjax.net import mpi
+from pdjax.transfer.backend import (
+    Drained,
+    Notice,
+    PeerLost,
+    TransferError,
+    TransferEvent,
+    Write,
+    WriteDone,
+    WriteFailed,
+)
+from pdjax.transfer.ucx.backend import UcxBackend
+
+output = threading.Lock()
+window = threading.Semaphore(0)  # released by each write that ends well
+quiet = False
+heard: list[bytes] = []
+
+
+def say(**line: Any) -> None:
+    with output:
+        print(json.dumps(line), flush=True)
+
+
+def digest(piece: Any) -> str:
+    return hashlib.sha256(memoryview(piece)).hexdigest()
+
+
+def on_event(event: TransferEvent) -> None:
+    match event:
+        case WriteDone(id):
+            window.release()
+            if not quiet:
+                say(event="done", id=id)
+        case WriteFailed(id, cause):
+            say(event="write_failed", id=id, cause=cause, at=time.monotonic())
+        case Notice(payload) if payload[:1] == b"#":  # a range to look at before anything else can happen
+            offset, nbytes = map(int, payload[1:].split(b","))
+            say(event="landed", digest=digest(ring[offset : offset + nbytes]))
+        case Notice(payload):
+            heard.append(payload)
+            if not quiet:
+                say(event="notice", payload=payload.decode(), at=time.monotonic())
+        case PeerLost(peer, cause):
+            say(event="lost", peer=peer, cause=cause, at=time.monotonic())
+        case Drained(id):
+            say(event="drained", id=id)
+
+
+def write(command: dict[str, Any]) -> None:
+    deadline = time.monotonic() + command.get("seconds", 30.0)
+    backend.write(
+        Write(
+            id=command["id"],
+            peer=command["peer"],
+            region=command.get("region", 2),
+            offset=command["offset"],
+            peer_region=command.get("peer_region", 1),
+            peer_offset=command["peer_offset"],
+            nbytes=command["nbytes"],
+            notice=command["notice"].encode(),
+            deadline=deadline,
+        )
+    )
+
+
+def series(command: dict[str, Any]) -> float:
+    """Many writes one after the other, `ahead` of them under way at a time. Returns seconds."""
+    count, ahead = command["count"], command.get("ahead", 4)
+    while window.acquire(blocking=False):
+        pass
+    start = time.monotonic()
+    for i in range(count):
+        if i >= ahead:
+            assert window.acquire(timeout=30)
+        write(command | {"id": i, "peer_offset": (i % ahead) * command["nbytes"], "offset": 0})
+    for _ in range(min(ahead, count)):
+        assert window.acquire(timeout=30)
+    return time.monotonic() - start
+
+
+size = int(sys.argv[1])
+backend = UcxBackend(on_event, allow_mapped=sys.argv[2] == "mapped")
+address = backend.allocate(1, size)
+memory: Any = (ctypes.c_uint8 * size).from_address(address)
+ring = np.frombuffer(memory, np.uint8)
+source = np.zeros(size, np.uint8)
+backend.register(2, source.ctypes.data, size)
+say(pid=os.getpid())
+for text in sys.stdin:
+    command = json.loads(text)
+    match command["op"]:
+        case "describe":
+            say(answer="describe", description=backend.describe().hex(), zeroed=not ring.any())
+        case "connect":
+            try:
+                backend.connect(command["peer"], bytes.fromhex(command["description"]))
+                say(answer="connect", path=backend.path(command["peer"]))
+            except TransferError as error:
+                say(answer="connect", error=str(error))
+        case "disconnect":
+            backend.disconnect(command["peer"])
+        case "fill":
+            source[:] = np.random.default_rng(command["seed"]).integers(0, 256, size, np.uint8)
+            say(answer="fill")
+        case "digest":  # of a range of the source
+            piece = source[command["offset"] : command["offset"] + command["nbytes"]]
+            say(answer="digest", digest=digest(piece))
+        case "write":
+            write(command)
+        case "series":
+            quiet = True
+            say(answer="series", seconds=series(command))
+            quiet = False
+        case "quiet":
+            quiet = command["quiet"]
+            say(answer="quiet", heard=len(heard))
+        case "drain":
+            backend.drain(command["id"])
+        case "usage":
+            say(answer="usage", cpu=time.process_time(), fds=len(os.listdir("/proc/self/fd")))
+        case "quit":
+            backend.close()
+            mpi.shutdown(0)

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import ctypes
+import mmap
+import subprocess
+import sys
+
+import msgspec
+import pytest
+
+from pdjax.transfer.backend import TransferError
+from pdjax.transfer.ucx import description
+from pdjax.transfer.ucx.description import Description, Process, Region
+
+
+def described(**changes: object) -> Description:
+    whole = Description(
+        version=description.VERSION,
+        ucx=(1, 20, 1),
+        worker=b"address",
+        process=description.own_process(),
+        regions=[Region(1, 4096, 100, b"key")],
+    )
+    return msgspec.structs.replace(whole, **changes)
+
+
+def test_a_description_arrives_as_it_was_sent() -> None:
+    assert description.decode(description.encode(described())) == described()
+
+
+@pytest.mark.parametrize("position", [0, 20, -1])
+def test_one_wrong_byte_is_noticed(position: int) -> None:
+    data = bytearray(description.encode(described()))
+    data[position] ^= 1
+    with pytest.raises(TransferError, match="damaged"):
+        description.decode(bytes(data))
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"version": 99}, "version 99"),
+        ({"worker": b""}, "no worker address"),
+        ({"worker": bytes(5000)}, "too much"),
+        ({"regions": [Region(1, 4096, 100, b"")]}, "region 1 has no memory or no key"),
+        ({"regions": [Region(1, 0, 100, b"key")]}, "region 1 has no memory or no key"),
+        ({"regions": [Region(1, 1 << 63, 1 << 63, b"key")]}, "region 1 has no memory or no key"),
+        ({"regions": [Region(1, 4096, 1, b"key")] * 2}, "twice"),
+        ({"regions": [Region(i, 4096, 1, b"key") for i in range(100)]}, "too much"),
+    ],
+)
+def test_what_ucx_would_not_survive_is_refused_with_a_sentence(changes: dict, sentence: str) -> None:
+    with pytest.raises(TransferError, match=sentence):
+        description.decode(description.encode(described(**changes)))
+
+
+def test_this_process_is_its_own_neighbour_and_others_that_seem_so_are_not() -> None:
+    own = description.own_process()
+    assert description.is_neighbour(own)
+    replace = msgspec.structs.replace
+    assert not description.is_neighbour(replace(own, boot_id="another host's"))
+    assert not description.is_neighbour(replace(own, pid_namespace="pid:[1]"))
+    assert not description.is_neighbour(replace(own, start_ticks=own.start_ticks + 1))  # the pid was given out again
+
+
+def test_a_process_that_has_ended_is_no_neighbour() -> None:
+    script = "from pdjax.transfer.ucx.description import *; print(*msgspec.structs.astuple(own_process()))"
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    boot_id, pid_namespace, pid, start_ticks = ended.stdout.split()
+    assert not description.is_neighbour(Process(boot_id, pid_namespace, int(pid), int(start_ticks)))
+
+
+def test_only_memory_that_is_really_mapped_for_sharing_counts_as_mapped() -> None:
+    page = mmap.PAGESIZE
+    shared = mmap.mmap(-1, 4 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(shared))
+    assert description.is_mapped(address, 4 * page)
+    assert description.is_mapped(address + 1, 4 * page - 1)
+    assert not description.is_mapped(address, 1 << 40)
+    assert not description.is_mapped(8, 8)
+    private = ctypes.create_string_buffer(page)
+    assert not description.is_mapped(ctypes.addressof(private), page)
