@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 from pdjax.cache.spec import StateSpec
 from pdjax.config import Config
@@ -25,6 +25,7 @@ class Core:
     """A loaded model with its pool, not yet warm."""
 
     runner: Runner
+    mesh: Mesh
     spec: StateSpec
     limits: Limits
     pages: int
@@ -106,6 +107,7 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
     }
     return Core(
         runner=Runner(model, spec=spec, pages=pages, buckets=buckets, mesh=mesh),
+        mesh=mesh,
         spec=spec,
         limits=limits,
         pages=pages,

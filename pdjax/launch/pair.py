@@ -50,7 +50,10 @@ def make_pair(role: str, config: Config, core: Core, post: Callable[[object], No
     network = Network(post, secret=read_secret(config))
     backend = create(config.transfer.backend, post, allow_mapped=config.transfer.mapped)
     sizes = {"slots": config.transfer.slots, "slot_pages": core.slot_pages, "backend": backend}
-    staging = SourceStaging(core.spec, **sizes) if role == "prefill" else LandingRing(core.spec, **sizes)
+    if role == "prefill":
+        staging = SourceStaging(core.spec, core.mesh, **sizes)
+    else:
+        staging = LandingRing(core.spec, **sizes)
     registration = messages.Registration(
         protocol_version=messages.PROTOCOL_VERSION,
         layout_version=messages.LAYOUT_VERSION,

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-
 BLOCK_TOKENS = 256  # keys and values of a block, a few hundred KiB, stay in a core's cache
 
 

@@ -13,6 +13,7 @@ from typing import Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pdjax.cache.spec import StateSpec
 from pdjax.kernels import gather_pages, scatter_pages
@@ -54,12 +55,15 @@ class _Slots:
 class SourceStaging(_Slots):
     """Slots that JAX owns: a gather donates a slot and leaves it where it is, at an address the backend knows."""
 
-    def __init__(self, spec: StateSpec, *, slots: int, slot_pages: int, backend: TransferBackend) -> None:
+    def __init__(self, spec: StateSpec, mesh: Mesh, *, slots: int, slot_pages: int, backend: TransferBackend) -> None:
         super().__init__(slots)
         self._spec = spec
         self._slot_pages = slot_pages
         words = slot_pages * spec.page_words
-        self._arrays = [jnp.zeros(words, spec.word_dtype) for _ in range(slots)]
+        # Placed as a gather leaves them, so that the first gather into a slot is no program of its own.
+        place = NamedSharding(mesh, PartitionSpec())
+        empty = jax.jit(lambda: jnp.zeros(words, spec.word_dtype), out_shardings=place)
+        self._arrays = [empty() for _ in range(slots)]
         self._addresses = [array.unsafe_buffer_pointer() for array in self._arrays]
         for slot, address in enumerate(self._addresses):
             backend.register(self.region(slot), address, words * spec.word_bytes)
@@ -97,7 +101,7 @@ class LandingRing(_Slots):
         self.slot_bytes = slot_pages * spec.page_bytes
         address = backend.allocate(REGION, slots * self.slot_bytes)
         memory = (ctypes.c_char * (slots * self.slot_bytes)).from_address(address)
-        words = np.frombuffer(memory, spec.word_dtype).reshape(slots, -1)
+        words = np.ctypeslib.as_array(memory).view(spec.word_dtype).reshape(slots, -1)
         self._arrays = [_alias(words[slot]) for slot in range(slots)]
 
     def offset(self, slot: int) -> int:

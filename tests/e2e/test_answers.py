@@ -27,7 +27,11 @@ def url(request: pytest.FixtureRequest) -> str:
 
 
 def greedy(ids: list[int], tokens: int = 64, **more: object) -> dict:
-    return {"input_ids": ids, "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}, **more}
+    return {
+        "input_ids": ids,
+        "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
+        **more,
+    }
 
 
 def assert_as_reference(record: dict, output_ids: list[int]) -> None:
@@ -60,13 +64,13 @@ def test_text_is_tokenised_and_detokenised_as_the_reference(url: str, record: di
 
 def test_decode_computes_no_prompt_and_gets_exactly_the_predicted_bytes(pair: Deployment) -> None:
     before = pair.decode.metrics()
+    page_bytes = 30 * 3 * 2 * 16 * 64 * 4  # layers, heads, K and V, tokens, head_dim, float32
     lengths = [1, 15, 16, 17, 128, 129, 300]
     for length in lengths:
         ids = [RECORDS[0]["input_ids"][i % 5] for i in range(length)]
         status, answer = post(f"{pair.router.url}/generate", greedy(ids, 3))
         assert status == 200, answer
         pages = -(-length // 16)
-        page_bytes = 30 * 3 * 2 * 16 * 64 * 4  # layers, heads, K and V, tokens, head_dim, float32
         assert answer["meta_info"]["timeline"]["transfer_bytes"] == pages * page_bytes
     after = pair.decode.metrics()
     assert after["pdjax_prompt_tokens_computed_total"] == 0
@@ -158,7 +162,7 @@ def at_rest(part: Part, seconds: float = 10.0) -> dict[str, float]:
     deadline = time.monotonic() + seconds
     while True:
         metrics = part.metrics()
-        if metrics["pdjax_live_requests"] == 0 and metrics.get("pdjax_rooms", 0) == 0 or time.monotonic() > deadline:
+        if (metrics["pdjax_live_requests"] == 0 and metrics.get("pdjax_rooms", 0) == 0) or time.monotonic() > deadline:
             return metrics
         time.sleep(0.1)
 

@@ -124,5 +124,3 @@ def test_the_prefill_instance_is_killed_while_prompts_wait_for_it(mortal: Deploy
         assert_answers_rightly(mortal.router.url)
     finally:
         successor.kill()
-
-
