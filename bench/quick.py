@@ -24,6 +24,7 @@ PROMPT_TOKENS, NEW_TOKENS = 128, 32
 
 
 def main() -> None:
+    """Run the benchmark and report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--config", type=Path, default=Path("configs/smollm2.gin"))
     parser.add_argument("--rounds", type=int, default=5, help="measured rounds of each case (default: %(default)s)")
@@ -38,6 +39,7 @@ def main() -> None:
 
 
 def report(rows: list[dict], *, as_json: bool) -> None:
+    """Print a table, or one JSON object."""
     by = {(row["system"], row["concurrent"]): row for row in rows}
     ratios = {
         # Both are speed over speed, at 8 concurrent requests.

@@ -140,7 +140,8 @@ class Decode:
 
     def stats(self) -> dict[str, float]:
         """Rooms, queues and what was received."""
-        return {f"{name}_total": value for name, value in self._counters.items()} | {
+        totals: dict[str, float] = {f"{name}_total": value for name, value in self._counters.items()}
+        return totals | {
             "rooms": len(self._rooms),
             "waiting_requests": len(self._waiting),
             "links": sum(self._links.values()),

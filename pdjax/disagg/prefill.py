@@ -172,7 +172,8 @@ class Prefill:
 
     def stats(self) -> dict[str, float]:
         """Rooms, queues and what was sent."""
-        return {f"{name}_total": value for name, value in self._counters.items()} | {
+        totals: dict[str, float] = {f"{name}_total": value for name, value in self._counters.items()}
+        return totals | {
             "rooms": len(self._rooms),
             "waiting_requests": len(self._waiting),
             "links": len(self._peers),
@@ -192,12 +193,11 @@ class Prefill:
         try:
             peer = messages.decode_registration(event.hello)
             problem = messages.mismatch(self._registration, peer)
-            if problem is None:
-                self._backend.connect(event.link, peer.transfer)
+            if problem is not None:
+                raise messages.ProtocolError(problem)
+            self._backend.connect(event.link, peer.transfer)
         except (messages.ProtocolError, TransferError) as error:
-            problem = str(error)
-        if problem is not None:
-            print(f"pdjax prefill: a decode instance was refused: {problem}", file=sys.stderr, flush=True)
+            print(f"pdjax prefill: a decode instance was refused: {error}", file=sys.stderr, flush=True)
             self._network.close(event.link)
             return
         self._peers[event.link] = peer

@@ -131,7 +131,7 @@ class Engine:
                 finish_reason=finish.reason,
                 matched=finish.matched,
                 timeline=request.timeline,
-            )  # fmt: skip
+            )
         )
 
     def fail(self, request: Request, status: int, message: str) -> None:

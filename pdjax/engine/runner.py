@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -21,17 +20,8 @@ from pdjax.engine.buckets import Buckets, pick
 from pdjax.engine.plan import DecodeStep, PrefillStep, Row, StepPlan
 from pdjax.engine.sampling import SamplingRows, sample, sampling_rows
 from pdjax.layers.attention import PagedBatch, attend_decode, attend_prefill, write_pages
+from pdjax.models.checkpoint import LoadedModel
 from pdjax.wire import SamplingParams
-
-
-class Model(Protocol):
-    """What the runner needs of a loaded model: flat weights, and the module that they make inside a trace."""
-
-    leaves: list[jax.Array]
-
-    def merge(self, leaves: list[jax.Array]) -> Callable:
-        """The callable module, for use inside a trace."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +35,7 @@ class StepResult:
 class Runner:
     """One instance's device work. Not thread-safe: it belongs to the device thread."""
 
-    def __init__(self, model: Model, *, spec: StateSpec, pages: int, buckets: Buckets, mesh: Mesh) -> None:
+    def __init__(self, model: LoadedModel, *, spec: StateSpec, pages: int, buckets: Buckets, mesh: Mesh) -> None:
         self.spec = spec
         self.buckets = buckets
         self.pool = create_pool(spec, pages, mesh)
@@ -85,10 +75,11 @@ class Runner:
     def expect_no_compile(self) -> None:
         """From now on count every compilation, and say so: a request is waiting for it."""
 
-        def listen(event: str, seconds: float, **_: object) -> None:
+        def listen(event: str, duration_secs: float, **_: str | int) -> None:
             if event == "/jax/core/compile/backend_compile_duration":
                 self.compiles_after_warm_up += 1
-                print(f"pdjax: a program was compiled after warm-up, in {seconds:.1f} s", file=sys.stderr, flush=True)
+                text = f"pdjax: a program was compiled after warm-up, in {duration_secs:.1f} s"
+                print(text, file=sys.stderr, flush=True)
 
         jax.monitoring.register_event_duration_secs_listener(listen)
 
@@ -138,7 +129,7 @@ class Runner:
 class _Steps:
     """The traced functions. Arguments named as in `PagedBatch`; the pool is threaded through the layers."""
 
-    def __init__(self, model: Model, dtype: jnp.dtype) -> None:
+    def __init__(self, model: LoadedModel, dtype: jnp.dtype) -> None:
         self._model = model
         self._dtype = dtype
 

@@ -37,7 +37,6 @@ class Stopped(Exception):
 
 def main(args: argparse.Namespace, overrides: list[str]) -> int:
     """Run all parts; returns the exit code."""
-    configuration.load(args.config, overrides)  # refuse a wrong configuration before anything starts
     model = model_folder(configuration.load(args.config, overrides).model.folder)
     parts = _Parts(args.config, overrides, model, args.port)
     for number in (signal.SIGTERM, signal.SIGINT):

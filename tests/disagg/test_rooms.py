@@ -243,9 +243,10 @@ def test_a_second_claim_fails_alone() -> None:
     world.feed_prefill(prefill_room.Received("link", world.to_prefill.popleft()))
     rival = messages.Claim(ROOM, 99, 3, b"d" * 8)
     answers = world.prefill.handle(prefill_room.Received("rival", rival), 0.0)
-    assert [action.link for action in answers if isinstance(action, actions.Send)] == ["rival", "rival"]
-    refusal = answers[0].message
+    refusal, acknowledgement = (action.message for action in answers if isinstance(action, actions.Send))
+    assert all(isinstance(action, actions.Send) and action.link == "rival" for action in answers)
     assert isinstance(refusal, messages.Abort) and "claimed already" in refusal.reason
+    assert isinstance(acknowledgement, messages.AbortAck)
     world.run()
     assert world.ended == {"prefill": ["success"], "decode": ["success"]}
 

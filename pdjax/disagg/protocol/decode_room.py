@@ -193,7 +193,8 @@ class DecodeRoom:
     def _overdue(self) -> str:
         match self.state:
             case RoomState.BOOTSTRAPPING:
-                return f"room {self.room} waited {self.timeouts.waiting:g} s for free pages or a link to its prefill instance"
+                waited = f"room {self.room} waited {self.timeouts.waiting:g} s"
+                return f"{waited} for free pages or for a link to its prefill instance"
             case _ if self._handoff is None:
                 return f"the prefill instance did not compute room {self.room} within {self.timeouts.waiting:g} s"
             case _:

@@ -100,7 +100,7 @@ class Registration(msgspec.Struct, frozen=True):
 
 
 class ProtocolError(Exception):
-    """A frame that does not parse or a value out of its range."""
+    """A frame that does not parse, or a peer that does not fit."""
 
 
 _encoder = msgspec.msgpack.Encoder()

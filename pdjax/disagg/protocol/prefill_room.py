@@ -87,8 +87,17 @@ class Tick:
 
 
 Event = (
-    Requested | Received | ChunkPlanned | ChunkComputed | PromptDone | WriteStarted | WriteEnded | LinkLost | Cancel | Tick
-)  # fmt: skip
+    Requested
+    | Received
+    | ChunkPlanned
+    | ChunkComputed
+    | PromptDone
+    | WriteStarted
+    | WriteEnded
+    | LinkLost
+    | Cancel
+    | Tick
+)
 
 
 @dataclass
@@ -157,7 +166,7 @@ class PrefillRoom:
                             event.logprob,
                             event.queue_s,
                             event.prefill_s,
-                        )  # fmt: skip
+                        )
                     )
                 ]
             case WriteStarted(chunk):
