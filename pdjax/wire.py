@@ -19,6 +19,13 @@ class WireError(Exception):
     """A frame that is too long or does not parse; the sentence says which."""
 
 
+class Grammar(msgspec.Struct, frozen=True):
+    """What an answer must look like: `kind` is json_schema, regex, ebnf (GBNF-like) or json_object (text is empty)."""
+
+    kind: str
+    text: str = ""
+
+
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the engine picks tokens. Stop strings are the frontend's: the engine sees token ids only."""
 
@@ -31,6 +38,11 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None
+    repetition_penalty: float = 1.0  # over prompt and output, as transformers has it
+    presence_penalty: float = 0.0  # over the output, as OpenAI has it
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token, added to its logit)
+    grammar: Grammar | None = None
 
 
 class Rendezvous(msgspec.Struct, frozen=True):
@@ -48,6 +60,10 @@ class Generate(msgspec.Struct, frozen=True, tag_field="type", tag="generate"):
     input_ids: list[int]
     sampling: SamplingParams
     rendezvous: Rendezvous | None = None
+    top_logprobs: int = 0  # how many of the best tokens are told at each output position (and prompt position)
+    prompt_logprobs: bool = False  # also tell the log-probabilities of the prompt's own tokens
+    priority: int = 0  # higher goes first; equals by arrival
+    deadline_s: float | None = None  # seconds from arrival until the request fails, wherever it is
 
 
 class Abort(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):
@@ -55,6 +71,12 @@ class Abort(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):
 
     rid: str
     reason: str
+
+
+class Flush(msgspec.Struct, frozen=True, tag_field="type", tag="flush"):
+    """Frontend to leader: drop the prefix cache; answered by `Flushed` with the same id."""
+
+    id: int
 
 
 class Query(msgspec.Struct, frozen=True, tag_field="type", tag="query"):
@@ -83,6 +105,9 @@ class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens"):
     matched: int | None = None
     cached_tokens: int = 0
     timeline: dict[str, float] | None = None
+    top_logprobs: list[list[tuple[int, float]]] = []  # a list for each of token_ids, best first; empty if not asked for
+    prompt_logprobs: list[float | None] = []  # with the first tokens: one a prompt token, None for the first
+    prompt_top_logprobs: list[list[tuple[int, float]]] = []  # as many; the first is empty
 
 
 class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):
@@ -100,8 +125,16 @@ class Stats(msgspec.Struct, frozen=True, tag_field="type", tag="stats"):
     values: dict[str, float]
 
 
-ToLeader = Generate | Abort | Query
-ToFrontend = Ready | Tokens | Failed | Stats
+class Flushed(msgspec.Struct, frozen=True, tag_field="type", tag="flushed"):
+    """Leader to frontend: the prefix cache is empty, but for `locked_pages` that running requests hold."""
+
+    id: int
+    freed_pages: int
+    locked_pages: int
+
+
+ToLeader = Generate | Abort | Query | Flush
+ToFrontend = Ready | Tokens | Failed | Stats | Flushed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_leader = msgspec.msgpack.Decoder(ToLeader)
