@@ -184,7 +184,6 @@ class Decode:
         except messages.ProtocolError as error:
             problem = str(error)
         if problem is not None:
-            self._network.close(event.link)
             self._drop_link(event.link, 502, f"the instances do not fit together: {problem}")
             return
         self._links[event.link] = True
@@ -196,6 +195,7 @@ class Decode:
     def _drop_link(self, link: str, status: int, reason: str) -> None:
         """Fail the rooms of a link that is gone or never stood; the next request makes a new one."""
         self._links.pop(link, None)
+        self._network.close(link)  # whatever is left of it: its name must be free for the next attempt
         waiting_for_link = [
             job.room
             for job in self._jobs.values()
