@@ -62,7 +62,7 @@ def test_it_serves_until_it_is_stopped_and_leaves_nothing(serving: tuple[subproc
 def test_the_death_of_one_part_ends_all_and_shows_its_last_lines(
     serving: tuple[subprocess.Popen, int, Path], part: str
 ) -> None:
-    process, port, log = serving
+    process, _, log = serving
     family = _family(process.pid)
     victim = next(child for child in family if part in child.cmdline() and "mpiexec" not in child.cmdline()[0])
     victim.kill()
