@@ -65,6 +65,9 @@ class Cache:
     pages: int = _option(
         0, "pages of the pool; 0: enough for max_running_requests contexts of a quarter of max_context"
     )
+    prefix: bool = _option(
+        True, "keep the pages of ended requests for those that begin with the same text, until they are needed"
+    )
 
     def __post_init__(self) -> None:
         _require(self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0, "page_size must be a power of two")
@@ -79,6 +82,7 @@ class Engine:
     max_running_requests: int = _option(32, "requests decoded together")
     max_queued_requests: int = _option(512, "requests that may wait; one more is refused with status 429")
     prefill_tokens: int = _option(512, "the most prompt tokens of one prefill step; longer prompts go in chunks")
+    overlap: bool = _option(True, "dispatch the next step before the tokens of the one before are read")
     warmup: bool = _option(True, "compile every step at start; without it the first requests wait for compilation")
 
     def __post_init__(self) -> None:
@@ -123,6 +127,7 @@ class Transfer:
     backend: str = _option("ucx", "how bytes move between instances")
     ucx_library: str = _option("", "path of another libucp to load before MPI; empty: the one that MPI brings")
     mapped: bool = _option(True, "on one host, write straight into the peer's mapped staging ring")
+    verify: bool = _option(True, "checksum every chunk where it leaves and where it lands; a damaged one is sent again")
     slots: int = _option(4, "staging slots; each holds the pages of one prefill step")
 
     def __post_init__(self) -> None:

@@ -162,6 +162,21 @@ class Exchange:
             pass
 
 
+class Recorder(Exchange):
+    """An exchange without a client: it keeps what would be sent in `body_sent`."""
+
+    def __init__(self, path: str) -> None:
+        self.body_sent = bytearray()
+
+        async def receive() -> dict[str, Any]:
+            return await asyncio.get_running_loop().create_future()  # nobody leaves
+
+        async def send(message: dict[str, Any]) -> None:
+            self.body_sent += message.get("body", b"")
+
+        super().__init__({"path": path, "headers": []}, receive, send)
+
+
 class ExchangeRoute:
     """An ASGI endpoint made of a coroutine that takes the exchange and its body.
 

@@ -12,9 +12,10 @@ from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.states import next_deadline
 from pdjax.disagg.timeline import RoomTimeline
+from pdjax.engine.admission import WaitingQueue
 from pdjax.engine.engine import Engine
 from pdjax.engine.plan import PrefillStep
-from pdjax.engine.request import Request
+from pdjax.engine.request import OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, TransferBackend, WriteDone, WriteFailed
@@ -56,20 +57,23 @@ class Decode:
         self._rooms: dict[int, DecodeRoom] = {}
         self._jobs: dict[int, _Job] = {}  # by room, until the prompt is here
         self._room_of: dict[str, int] = {}  # by request id
-        self._waiting: deque[_Job] = deque()  # without pages yet
+        self._waiting: WaitingQueue[_Job] = WaitingQueue(lambda job: job.request)  # without pages yet
         self._links: dict[str, bool] = {}  # by link: whether it stands, or is being made
         self._slot_queue: deque[tuple[DecodeRoom, int]] = deque()  # chunks that wait for a slot
         self._drains: dict[int, DecodeRoom] = {}
         self._drained = 0
         self._counters = dict.fromkeys(
             ("received_bytes", "received_chunks", "received_pages", "completed_rooms", "failed_rooms",
-             "refused_frames"), 0)  # fmt: skip
+             "damaged_chunks", "refused_frames"), 0)  # fmt: skip
 
     def submit(self, request: Request) -> None:
         """The client's half of a room has come."""
         rendezvous = request.rendezvous
         if rendezvous is None:
             self._engine.fail(request, 400, "a decode instance needs bootstrap_room: send requests through a router")
+            return
+        if request.wants_prompt_logprobs:
+            self._engine.fail(request, 400, messages.NO_PROMPT_LOGPROBS)
             return
         number = rendezvous.room
         if number in self._rooms:
@@ -80,7 +84,7 @@ class Decode:
         self._rooms[number] = room
         self._room_of[request.rid] = number
         self._jobs[number] = _Job(request, room, RoomTimeline(request.arrived))
-        self._waiting.append(self._jobs[number])
+        self._waiting.push(self._jobs[number])
 
     def abort(self, request: Request, reason: str) -> None:
         """The client has gone."""
@@ -111,17 +115,17 @@ class Decode:
                 raise TypeError(f"a decode instance was sent {type(event).__name__}")
 
     def poll(self, now: float) -> float | None:
-        """Reserve pages in order of arrival, open links, fire due timers."""
+        """Reserve pages by priority, then in order of arrival; open links, fire due timers."""
         for room in list(self._rooms.values()):
             self._feed(room, decode_room.Tick())
         while self._waiting and self._engine.has_free_row():
-            job = self._waiting[0]
+            job = self._waiting.first
             request = job.request
             pages = self._engine.allocator.allocate(request.rid, self._engine.spec.pages(request.max_tokens))
             if pages is None:
                 break
             request.pages = pages
-            self._waiting.popleft()
+            self._waiting.pop()
             job.timeline.reserved = now
             self._meet(job)
         return next_deadline(self._rooms.values())
@@ -134,7 +138,7 @@ class Decode:
         """A decode instance computes no prompt."""
         raise AssertionError("a decode instance has prefilled")
 
-    def prompt_done(self, request: Request, step: PrefillStep, token: int, logprob: float) -> None:
+    def prompt_done(self, request: Request, step: PrefillStep, token: OutputToken) -> None:
         """A decode instance computes no prompt."""
         raise AssertionError("a decode instance has prefilled")
 
@@ -231,6 +235,12 @@ class Decode:
         room = self._rooms.get(notice.room)
         if room is None:
             return
+        if self._registration.verify and self._ring.checksum(notice.slot, notice.nbytes) != notice.checksum:
+            self._counters["damaged_chunks"] += 1
+            say = f"chunk {notice.chunk} of room {notice.room} arrived damaged"
+            print(f"pdjax decode: {say}", file=sys.stderr, flush=True)
+            self._feed(room, decode_room.Damaged(notice))
+            return
         job = self._jobs.get(notice.room)
         if job is not None:
             job.timeline.landed(notice)
@@ -260,8 +270,10 @@ class Decode:
                 job = self._drop_job(room.room)
                 assert job is not None, "a room that succeeds has a request"
                 job.request.computed = job.request.prompt_tokens
+                job.request.cached_tokens = handoff.cached_tokens
                 job.request.timeline.update(job.timeline.summary(handoff))
-                self._engine.start_decoding(job.request, handoff.first_token, handoff.logprob)
+                first = OutputToken(handoff.first_token, handoff.logprob, handoff.top)
+                self._engine.start_decoding(job.request, first)
             case actions.Fail(status, reason):
                 self._counters["failed_rooms"] += 1
                 job = self._drop_job(room.room)
@@ -299,8 +311,7 @@ class Decode:
         job = self._jobs.pop(number, None)
         if job is not None:
             del self._room_of[job.request.rid]
-            if job in self._waiting:
-                self._waiting.remove(job)
+            self._waiting.discard(job)
         return job
 
 

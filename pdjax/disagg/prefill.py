@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pdjax.disagg.protocol import actions, messages, prefill_room
 from pdjax.disagg.protocol.prefill_room import PrefillRoom, Timeouts
 from pdjax.disagg.protocol.states import next_deadline
+from pdjax.engine.admission import WaitingQueue
 from pdjax.engine.engine import Engine
 from pdjax.engine.plan import PrefillStep
-from pdjax.engine.request import Finish, Request
+from pdjax.engine.request import Finish, OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import (
@@ -38,8 +39,7 @@ class _Job:
     computing: float = 0.0
     chunks: int = 0
     planned: list[int] = field(default_factory=list)  # chunks of the step that runs now
-    first_token: int = 0
-    logprob: float = 0.0
+    first: OutputToken | None = None
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Prefill:
         self._rooms: dict[int, PrefillRoom] = {}
         self._jobs: dict[int, _Job] = {}  # by room
         self._room_of: dict[str, int] = {}  # by request id
-        self._waiting: deque[_Job] = deque()  # claimed, without pages yet
+        self._waiting: WaitingQueue[_Job] = WaitingQueue(lambda job: job.request)  # claimed, without pages yet
         self._peers: dict[str, messages.Registration] = {}  # by link
         self._pending: deque[tuple[PrefillRoom, actions.Transfer, list[int]]] = deque()
         self._flights: dict[int, _Flight] = {}
@@ -87,6 +87,9 @@ class Prefill:
         rendezvous = request.rendezvous
         if rendezvous is None:
             self._engine.fail(request, 400, "a prefill instance needs bootstrap_room: send requests through a router")
+            return
+        if request.wants_prompt_logprobs:
+            self._engine.fail(request, 400, messages.NO_PROMPT_LOGPROBS)
             return
         number = rendezvous.room
         if number in self._jobs:
@@ -124,50 +127,47 @@ class Prefill:
                 raise TypeError(f"a prefill instance was sent {type(event).__name__}")
 
     def poll(self, now: float) -> float | None:
-        """Give claimed rooms their pages, in order; fire due timers."""
+        """Give claimed rooms their pages, by priority, then in order; fire due timers."""
         for room in list(self._rooms.values()):
             self._feed(room, prefill_room.Tick())
         while self._waiting and self._engine.has_free_row():
-            request = self._waiting[0].request
-            pages = self._engine.allocator.allocate(request.rid, self._engine.spec.pages(request.prompt_tokens))
-            if pages is None:
+            request = self._waiting.first.request
+            if any(other.priority >= request.priority for other in self._engine.scheduler.prefilling):
+                break  # one prompt at a time, so that each finds what the one before has cached
+            if not self._engine.begin_prompt(request):
                 break
-            request.pages = pages
-            self._waiting.popleft()
             self._engine.scheduler.add_prefill(request)
+            self._send_cached(self._waiting.pop())
         return next_deadline(self._rooms.values())
 
     def prefilling(self, request: Request, step: PrefillStep) -> None:
         """Ask for the slots that this step's pages will need, while it computes."""
         job = self._jobs[self._room_of[request.rid]]
-        room = self._rooms[job.room]
-        if step.start == 0:
+        if not job.computing:
             job.computing = self._engine.clock()
-        assert room.link is not None, "only a claimed room is prefilled"
         spec = self._engine.spec
-        slot_pages = min(self._peers[room.link].slot_pages, self._registration.slot_pages)
-        end = spec.pages(step.end)
-        job.planned = []
-        for first in range(step.start // spec.page_size, end, slot_pages):
-            job.planned.append(job.chunks)
-            self._feed(room, prefill_room.ChunkPlanned(job.chunks, first, min(slot_pages, end - first)))
-            job.chunks += 1
+        self._plan_chunks(job, step.start // spec.page_size, spec.pages(step.end))
 
     def prefilled(self, request: Request, step: PrefillStep) -> None:
         """Send the step's pages while the next one computes."""
-        job = self._jobs[self._room_of[request.rid]]
-        for chunk in job.planned:
-            self._feed(self._rooms[job.room], prefill_room.ChunkComputed(chunk))
+        self._send_planned(self._jobs[self._room_of[request.rid]])
 
-    def prompt_done(self, request: Request, step: PrefillStep, token: int, logprob: float) -> None:
+    def prompt_done(self, request: Request, step: PrefillStep, token: OutputToken) -> None:
         """Send the last pages and hand the request over."""
         job = self._jobs[self._room_of[request.rid]]
-        job.first_token, job.logprob = token, logprob
+        job.first = token
         self.prefilled(request, step)
         now = self._engine.clock()
         self._feed(
             self._rooms[job.room],
-            prefill_room.PromptDone(token, logprob, job.computing - job.started, now - job.computing),
+            prefill_room.PromptDone(
+                token.id,
+                token.logprob,
+                job.computing - job.started,
+                now - job.computing,
+                request.cached_tokens,
+                token.top,
+            ),
         )
 
     def stats(self) -> dict[str, float]:
@@ -185,6 +185,27 @@ class Prefill:
         """At rest no request has a room, and a slot is out only for a write on its way."""
         if self._jobs or self._waiting:
             raise AssertionError(f"rooms without a live request: {sorted(self._jobs)}")
+
+    def _plan_chunks(self, job: _Job, first_page: int, end: int) -> None:
+        """Ask for the slots of pages [first_page, end)."""
+        room = self._rooms[job.room]
+        assert room.link is not None, "only a claimed room is prefilled"
+        slot_pages = min(self._peers[room.link].slot_pages, self._registration.slot_pages)
+        job.planned = []
+        for first in range(first_page, end, slot_pages):
+            job.planned.append(job.chunks)
+            self._feed(room, prefill_room.ChunkPlanned(job.chunks, first, min(slot_pages, end - first)))
+            job.chunks += 1
+
+    def _send_planned(self, job: _Job) -> None:
+        """The planned chunks are in their pages: each goes as soon as it has its slot."""
+        for chunk in job.planned:
+            self._feed(self._rooms[job.room], prefill_room.ChunkComputed(chunk))
+
+    def _send_cached(self, job: _Job) -> None:
+        """What the prefix cache had of the prompt needs no step, and goes first."""
+        self._plan_chunks(job, 0, job.request.cached_tokens // self._engine.spec.page_size)
+        self._send_planned(job)
 
     def _room(self, number: int) -> PrefillRoom:
         return self._rooms.setdefault(number, PrefillRoom(number, self._timeouts))
@@ -230,7 +251,7 @@ class Prefill:
             case actions.StartPrefill():
                 job = self._jobs[room.room]
                 job.started = self._engine.clock()
-                self._waiting.append(job)
+                self._waiting.push(job)
             case actions.Transfer():
                 job = self._jobs[room.room]
                 last = action.first_page + action.pages
@@ -239,7 +260,8 @@ class Prefill:
             case actions.Succeed():
                 job = self._drop_job(room.room)
                 if job is not None:
-                    self._engine.finish(job.request, Finish("length"), [job.first_token], [job.logprob])
+                    assert job.first is not None, "a room that succeeds has computed its prompt"
+                    self._engine.finish(job.request, Finish("length"), job.first)
             case actions.Fail(status, reason):
                 self._counters["failed_rooms"] += 1
                 job = self._drop_job(room.room)
@@ -254,8 +276,7 @@ class Prefill:
         job = self._jobs.pop(number, None)
         if job is not None:
             del self._room_of[job.request.rid]
-            if job in self._waiting:
-                self._waiting.remove(job)
+            self._waiting.discard(job)
         return job
 
     def _start_writes(self) -> None:
@@ -282,7 +303,7 @@ class Prefill:
         peer = self._peers[link]
         notice = messages.ChunkNotice(
             room.room, room.generation, transfer.chunk, transfer.slot, transfer.first_page, transfer.pages, nbytes,
-            time.time(),
+            time.time(), self._staging.checksum(slot, nbytes) if self._registration.verify else None,
         )  # fmt: skip
         return Write(
             id=self._writes,

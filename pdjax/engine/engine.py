@@ -6,30 +6,27 @@ events for the role, or a `Stop` into its inbox.
 
 from __future__ import annotations
 
+import heapq
 import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdjax.cache.allocator import PageAllocator
+from pdjax.cache.prefix import PrefixCache
 from pdjax.cache.spec import StateSpec
-from pdjax.engine.plan import DecodeStep, PrefillStep
-from pdjax.engine.request import Finish, Request, finish_of
+from pdjax.engine.flight import Flight
+from pdjax.engine.frames import tokens_frame
+from pdjax.engine.grammar import Compiled, GrammarError, Grammars
+from pdjax.engine.limits import Limits, refusal
+from pdjax.engine.plan import DecodeStep, PrefillStep, StepPlan
+from pdjax.engine.request import Finish, OutputToken, Request, finish_of
 from pdjax.engine.roles import Role
-from pdjax.engine.runner import Runner, StepResult
+from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
-from pdjax.wire import Abort, Failed, Generate, Query, Stats, ToFrontend, Tokens
+from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Query, Stats, ToFrontend
 
 IDLE_WAKE = 5.0  # seconds: how often an idle engine looks at its clock
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one instance takes on; see `pdjax.config.Engine`."""
-
-    max_context: int
-    max_running_requests: int
-    max_queued_requests: int
 
 
 @dataclass(frozen=True)
@@ -50,6 +47,10 @@ class Engine:
         eos_token_ids: tokens that end a request.
         emit: takes a message for the frontend; must not block.
         make_role: makes the role, which keeps this engine.
+        prefix_cache: whether pages of ended requests are kept for others; see `pdjax.cache.prefix`.
+        grammars: compiles grammars, posting to the inbox; None: requests with a grammar are refused.
+        overlap: whether the next step is dispatched before the tokens of the one before are read. The tokens are the
+            same either way.
     """
 
     def __init__(
@@ -63,20 +64,31 @@ class Engine:
         eos_token_ids: tuple[int, ...],
         emit: Callable[[ToFrontend], None],
         make_role: Callable[[Engine], Role],
+        prefix_cache: bool = True,
+        grammars: Grammars | None = None,
+        overlap: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
         self.allocator = allocator
+        self.prefix = PrefixCache(allocator, page_size=runner.spec.page_size, enabled=prefix_cache)
         self.limits = limits
         self.emit = emit
         self.clock = clock
         self.requests: dict[str, Request] = {}
         self._eos_token_ids = eos_token_ids
         self._inbox = inbox
+        self._grammars = grammars
+        self._compiling: dict[int, Request] = {}  # requests whose grammars are being compiled, by number
+        self._compiled = 0
+        self._overlap = overlap
+        self._flight: Flight | None = None
+        self._checked_at = 0  # steps run when the books were last checked
+        self._deadlines: list[tuple[float, str]] = []  # a heap; entries of requests that have ended are skipped
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens_computed", "generated_tokens", "finished_requests", "failed_requests",
-             "aborted_requests"), 0)  # fmt: skip
+             "aborted_requests", "expired_requests", "cached_tokens", "cache_hit_requests"), 0)  # fmt: skip
         self.role = make_role(self)
 
     @property
@@ -95,44 +107,83 @@ class Engine:
                 self._wait(deadline)
 
     def step(self) -> bool:
-        """Run one step. Returns whether there was one."""
+        """Dispatch one step and read the one before; without overlap, or with a grammar, read it as well.
+
+        A request that ends by a token of the step before has one more under way, which is discarded. It writes to a
+        page that the request has given back by then: whoever gets that page writes to it in a program that is
+        dispatched later, and the pool that goes through both orders them on the device.
+
+        Returns:
+            Whether there was anything to do.
+        """
         plan = self.scheduler.next_step()
         if plan is None:
-            return False
+            return self.settle()
         self._counters["steps"] += 1
-        match plan:
-            case PrefillStep():
-                self._prefill(plan)
-            case DecodeStep():
-                self._decode(plan, self.runner.run(plan))
+        before, self._flight = self._flight, self._dispatch(plan)
+        if before is not None:
+            self._read(before)
+        if self._flight is not None and (not self._overlap or self._flight.has_grammar):
+            self.settle()
         return True
+
+    def settle(self) -> bool:
+        """Take in the tokens of a step that was dispatched and not read, so that nothing is under way.
+
+        Returns whether there was one: requests may have ended by it, and given back their pages.
+        """
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            self._read(flight)
+        return flight is not None
 
     def has_free_row(self) -> bool:
         """Whether one more request may be admitted."""
         return self.allocator.owners < self.limits.max_running_requests
 
-    def start_decoding(self, request: Request, token: int, logprob: float) -> None:
+    def start_decoding(self, request: Request, token: OutputToken) -> None:
         """Hand out a request's first token and go on with it."""
         request.timeline["first_token_s"] = self.clock() - request.arrived
         self.scheduler.add_running(request)
-        self._append(request, token, logprob)
+        self._append(request, token)
 
-    def finish(self, request: Request, finish: Finish, token_ids: list[int], logprobs: list[float]) -> None:
-        """End a request with its last tokens."""
+    def finish(self, request: Request, finish: Finish, token: OutputToken) -> None:
+        """End a request with its last token."""
         elapsed = self.clock() - request.arrived
         request.timeline["total_s"] = elapsed
         self._counters["finished_requests"] += 1
         self._forget(request)
-        self.emit(
-            Tokens(
-                request.rid,
-                token_ids,
-                logprobs,
-                finish_reason=finish.reason,
-                matched=finish.matched,
-                timeline=request.timeline,
-            )
+        self.emit(tokens_frame(request, token, finish))
+
+    def begin_prompt(self, request: Request, *, spare: int = 0) -> bool:
+        """Give a request the pages of its prompt, cached ones first. False: there are too few now.
+
+        The last prompt token is always computed: the first output token is picked from its logits. `spare` pages
+        remain available. Others' prompts are published before, so that requests that come together share.
+        """
+        for other in self.requests.values():
+            if other.pages:
+                self.prefix.publish(other.rid, other.input_ids[: other.computed], other.pages)
+        page_size = self.spec.page_size
+        grant = self.prefix.begin(
+            request.rid,
+            request.input_ids,
+            pages=self.spec.pages(request.prompt_tokens),
+            cached=(request.prompt_tokens - 1) // page_size if request.use_cache else 0,
+            spare=spare,
         )
+        if grant is None:
+            return False
+        request.pages, request.computed = grant.pages, grant.cached * page_size
+        request.cached_tokens = request.computed
+        self._counters["cached_tokens"] += request.computed
+        self._counters["cache_hit_requests"] += request.computed > 0
+        return True
+
+    def give_back_pages(self, request: Request) -> None:
+        """Take a live request's pages: what it has computed stays in the prefix cache as long as there is room."""
+        self.prefix.end(request.rid, request.computed_ids, request.pages)
+        request.pages = []
 
     def fail(self, request: Request, status: int, message: str) -> None:
         """End a request without an answer, and say why to the one who waits for it."""
@@ -149,23 +200,31 @@ class Engine:
             "prefilling_requests": len(self.scheduler.prefilling),
             "live_requests": len(self.requests),
             "pages": self.allocator.capacity,
-            "free_pages": self.allocator.free_pages,
+            "free_pages": self.prefix.available,  # cached pages that nobody uses are free for the asking
+            "cache_pages": self.prefix.pages,
+            "cache_locked_pages": self.prefix.locked_pages,
+            "cache_evicted_pages_total": self.prefix.evicted_pages,
             "page_bytes": self.spec.page_bytes,
             **self.role.stats(),
         }
 
     def check_integrity(self) -> None:
         """Raise unless pages and addresses are as they must be."""
-        self.allocator.check_integrity()
+        self.prefix.check_integrity()
+        if not self.requests and self.prefix.available != self.allocator.capacity:
+            raise AssertionError(
+                f"no request is live and {self.prefix.available} of {self.allocator.capacity} pages are available"
+            )
         self.runner.check_integrity()
         self.role.check_integrity()
 
     def _take_messages(self) -> Stop | None:
-        """Handle all that is in the inbox; a `Stop` ends it."""
+        """Handle all that is in the inbox; a `Stop` ends it. Then fail the requests whose deadline has passed."""
         while True:
             try:
                 item = self._inbox.get_nowait()
             except queue.Empty:
+                self._expire()
                 return None
             if isinstance(item, Stop):
                 return item
@@ -173,9 +232,11 @@ class Engine:
 
     def _wait(self, deadline: float | None) -> None:
         """Sleep until something comes or a deadline is due."""
-        if not self.requests:
+        if not self.requests and self._checked_at != self._counters["steps"]:
+            self._checked_at = self._counters["steps"]  # once after each bout of work: it looks at every page
             self.check_integrity()
-        timeout = IDLE_WAKE if deadline is None else min(IDLE_WAKE, max(0.0, deadline - self.clock()))
+        due = [IDLE_WAKE + self.clock(), *(deadline for deadline, _ in self._deadlines[:1])]
+        timeout = max(0.0, min(due if deadline is None else [*due, deadline]) - self.clock())
         try:
             item = self._inbox.get(timeout=timeout)
         except queue.Empty:
@@ -193,64 +254,144 @@ class Engine:
                 request = self.requests.get(item.rid)
                 if request is not None:
                     self._counters["aborted_requests"] += 1
-                    self.role.abort(request, item.reason)
+                    self._withdraw(request, item.reason)
                     self._forget(request)
+            case Compiled():
+                self._take_grammar(item)
+            case Flush():
+                self.emit(Flushed(item.id, freed_pages=self.prefix.flush(), locked_pages=self.prefix.pages))
             case Query():
                 self.emit(Stats(item.id, self.stats()))
             case _:
                 self.role.on_event(item)
 
     def _submit(self, request: Request) -> None:
-        problem = self._problem(request)
+        problem = refusal(
+            request,
+            limits=self.limits,
+            live=self.requests,
+            spec=self.spec,
+            pages=self.allocator.capacity,
+            vocab=self.runner.vocab,
+            grammars=self._grammars is not None,
+        )
         if problem is not None:
             self._counters["failed_requests"] += 1
             self.emit(Failed(request.rid, *problem))
             return
+        request.arrived = self.clock()
         self.requests[request.rid] = request
-        self.role.submit(request)
-
-    def _problem(self, request: Request) -> tuple[int, str] | None:
-        """Status and sentence for a request that can't be taken."""
-        limits, needed = self.limits, self.spec.pages(request.max_tokens)
-        if request.rid in self.requests:
-            return 400, f"a request with the id {request.rid!r} is running already"
-        if not request.input_ids or request.sampling.max_new_tokens < 1:
-            return 400, "a request needs at least one prompt token and one new token"
-        if request.prompt_tokens + request.sampling.max_new_tokens > limits.max_context:
-            return 400, (
-                f"{request.prompt_tokens} prompt tokens and {request.sampling.max_new_tokens} new ones are over the "
-                f"{limits.max_context} that a request may have"
-            )
-        if needed > self.allocator.capacity:
-            return 400, f"the request needs {needed} pages and this instance has {self.allocator.capacity} in all"
-        if len(self.requests) >= limits.max_running_requests + limits.max_queued_requests:
-            return 429, f"{len(self.requests)} requests are waiting already; try again later"
-        return None
-
-    def _prefill(self, step: PrefillStep) -> None:
-        request = self.requests[step.row.rid]
-        self.role.prefilling(request, step)
-        result = self.runner.run(step)
-        self._counters["prompt_tokens_computed"] += len(step.token_ids)
-        if self.scheduler.prefilled(step) is None:
-            self.role.prefilled(request, step)
+        if request.deadline_s is not None:
+            heapq.heappush(self._deadlines, (request.arrived + request.deadline_s, request.rid))
+        if request.sampling.grammar is not None and self._grammars is not None:
+            self._compiled += 1
+            self._compiling[self._compiled] = request
+            self._grammars.request(self._compiled, request.sampling.grammar)
         else:
-            self.role.prompt_done(request, step, result.token_ids[0], result.logprobs[0])
+            self.role.submit(request)
 
-    def _decode(self, step: DecodeStep, result: StepResult) -> None:
-        for row, token, logprob in zip(step.rows, result.token_ids, result.logprobs, strict=True):
-            self._append(self.requests[row.rid], token, logprob)
+    def _take_grammar(self, compiled: Compiled) -> None:
+        """A grammar is there: its request goes on, if it still lives."""
+        request = self._compiling.pop(compiled.number, None)
+        if request is None:
+            return
+        if compiled.matcher is None:
+            self.fail(request, 400, compiled.error)
+            return
+        request.matcher = compiled.matcher
+        if self._follow(request):
+            self.role.submit(request)
 
-    def _append(self, request: Request, token: int, logprob: float) -> None:
-        request.output_ids.append(token)
+    def _follow(self, request: Request, token: int | None = None) -> bool:
+        """Take a token, if any, into a request's grammar, and find what may come next. False: it has failed."""
+        if request.matcher is None:
+            return True
+        try:
+            if token is not None:
+                request.matcher.advance(token)
+            request.mask = request.matcher.mask()
+        except GrammarError as error:
+            self.fail(request, 500, f"structured output: {error}")
+            return False
+        return True
+
+    def _withdraw(self, request: Request, reason: str) -> None:
+        """Nobody waits for a request any more: whoever has it lets go of it."""
+        number = next((number for number, other in self._compiling.items() if other is request), None)
+        if number is None:
+            self.role.abort(request, reason)
+        else:
+            del self._compiling[number]
+
+    def _expire(self) -> None:
+        """End the requests whose deadline has passed, wherever they are."""
+        now = self.clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            due, rid = heapq.heappop(self._deadlines)
+            request = self.requests.get(rid)
+            # An id may be in use again by now, with another deadline.
+            if request is None or request.deadline_s is None or request.arrived + request.deadline_s != due:
+                continue
+            message = (
+                f"the request did not end within its deadline of {request.deadline_s:g} s: "
+                f"{len(request.output_ids)} of at most {request.sampling.max_new_tokens} tokens were generated"
+            )
+            self._counters["expired_requests"] += 1
+            self._withdraw(request, message)
+            self.fail(request, 504, message)
+
+    def _dispatch(self, step: StepPlan) -> Flight:
+        match step:
+            case PrefillStep():
+                request = self.requests[step.row.rid]
+                self.role.prefilling(request, step)
+                running = self.runner.dispatch(step)
+                self._counters["prompt_tokens_computed"] += len(step.token_ids)
+                ends_prompt = self.scheduler.prefilled(step) is not None
+                if not ends_prompt:
+                    self.role.prefilled(request, step)
+                return Flight(step, [request], running, ends_prompt)
+            case DecodeStep():
+                requests = [self.requests[row.rid] for row in step.rows]
+                running = self.runner.dispatch(step)
+                for request in requests:
+                    request.pending += 1
+                return Flight(step, requests, running)
+
+    def _read(self, flight: Flight) -> None:
+        """Wait for a step's tokens and hand them out, but for those of requests that have ended."""
+        result, step = flight.running.read(), flight.step
+        tokens = [OutputToken(*each) for each in zip(result.token_ids, result.logprobs, result.top, strict=True)]
+        if isinstance(step, PrefillStep):
+            request = flight.requests[0]
+            if self.requests.get(request.rid) is not request:
+                return
+            if request.wants_prompt_logprobs:
+                known, top = ([None], [[]]) if step.start == 0 else (request.prompt_logprobs, request.prompt_top)
+                request.prompt_logprobs = [*known, *result.prompt_logprobs]
+                request.prompt_top = [*top, *result.prompt_top]
+            if flight.ends_prompt:
+                self.role.prompt_done(request, step, tokens[0])
+            return
+        for request, token in zip(flight.requests, tokens, strict=True):
+            request.pending -= 1
+            if self.requests.get(request.rid) is request:
+                self._append(request, token)
+
+    def _append(self, request: Request, token: OutputToken) -> None:
+        request.output_ids.append(token.id)
         self._counters["generated_tokens"] += 1
         finish = finish_of(request, self._eos_token_ids)
+        if finish is None and not self._follow(request, token.id):
+            return
+        if finish is None and request.matcher is not None and request.matcher.complete:
+            finish = Finish("stop")
         if finish is None:
-            self.emit(Tokens(request.rid, [token], [logprob]))
+            self.emit(tokens_frame(request, token))
         else:
-            self.finish(request, finish, [token], [logprob])
+            self.finish(request, finish, token)
 
     def _forget(self, request: Request) -> None:
         self.requests.pop(request.rid, None)
         self.scheduler.remove(request.rid)
-        self.allocator.release(request.rid)
+        self.give_back_pages(request)

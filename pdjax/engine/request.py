@@ -6,7 +6,19 @@ import time
 import zlib
 from dataclasses import dataclass, field
 
+from pdjax.engine.grammar import Matcher
 from pdjax.wire import Generate, Rendezvous, SamplingParams
+
+Top = list[tuple[int, float]]  # tokens and their log-probabilities, best first
+
+
+@dataclass(frozen=True)
+class OutputToken:
+    """A picked token with its log-probability, and the best tokens in its place, as many as were asked for."""
+
+    id: int
+    logprob: float
+    top: Top = field(default_factory=list)
 
 
 @dataclass
@@ -18,9 +30,20 @@ class Request:
     sampling: SamplingParams
     seed: int
     rendezvous: Rendezvous | None = None
+    priority: int = 0
+    deadline_s: float | None = None  # seconds from `arrived`
+    use_cache: bool = True  # whether pages of the prefix cache may stand for the prompt's
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # prompt tokens whose keys and values are in the pages
+    cached_tokens: int = 0  # of `computed`, those that the prefix cache had when the request was admitted
     output_ids: list[int] = field(default_factory=list)
+    pending: int = 0  # output tokens that the device has picked or will pick, and that are not in `output_ids` yet
+    top_logprobs: int = 0
+    wants_prompt_logprobs: bool = False
+    prompt_logprobs: list[float | None] = field(default_factory=list)  # as far as computed; None for the first token
+    prompt_top: list[Top] = field(default_factory=list)
+    matcher: Matcher | None = None  # where the output stands in its grammar, if it has one
+    mask: bytes = b""  # the tokens that the grammar allows next
     arrived: float = field(default_factory=time.monotonic)
     timeline: dict[str, float] = field(default_factory=dict)
 
@@ -34,6 +57,12 @@ class Request:
             sampling=message.sampling,
             seed=zlib.crc32(message.rid.encode()) if seed is None else seed,
             rendezvous=message.rendezvous,
+            priority=message.priority,
+            deadline_s=message.deadline_s,
+            # Log-probabilities of a prompt's tokens come from computing them.
+            use_cache=not message.prompt_logprobs,
+            top_logprobs=message.top_logprobs,
+            wants_prompt_logprobs=message.prompt_logprobs,
         )
 
     @property
@@ -48,6 +77,13 @@ class Request:
         The last output token is never computed on, so it needs no place.
         """
         return self.prompt_tokens + self.sampling.max_new_tokens - 1
+
+    @property
+    def computed_ids(self) -> list[int]:
+        """The tokens, from the first on, whose keys and values are in the pages."""
+        if not self.output_ids:
+            return self.input_ids[: self.computed]
+        return (self.input_ids + self.output_ids)[: self.next_position]
 
     @property
     def next_position(self) -> int:
@@ -75,6 +111,6 @@ def finish_of(request: Request, eos_token_ids: tuple[int, ...]) -> Finish | None
 
 def banned_tokens(request: Request, eos_token_ids: tuple[int, ...]) -> tuple[int, ...]:
     """Tokens that may not be picked next: those that would end the request before `min_new_tokens`."""
-    if len(request.output_ids) >= request.sampling.min_new_tokens:
+    if len(request.output_ids) + request.pending >= request.sampling.min_new_tokens:
         return ()
     return request.sampling.stop_token_ids + (() if request.sampling.ignore_eos else eos_token_ids)

@@ -1,4 +1,4 @@
-"""Runs step plans: pads them to buckets, feeds the compiled steps, owns the KV pool.
+"""Runs step plans: pads them to buckets, feeds the compiled steps, owns the KV pool and the slots' tables.
 
 Steps are `jax.jit` over the model's flat weights with the pool donated; `warm_up` compiles all of them at start.
 """
@@ -6,7 +6,7 @@ Steps are `jax.jit` over the model's flat weights with the pool donated; `warm_u
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import jax
@@ -16,20 +16,59 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pdjax.cache.pool import create_pool, pool_addresses, pool_sharding
 from pdjax.cache.spec import StateSpec
+from pdjax.engine import slots
 from pdjax.engine.buckets import Buckets, pick
-from pdjax.engine.plan import DecodeStep, PrefillStep, Row, StepPlan
-from pdjax.engine.sampling import SamplingRows, sample, sampling_rows
-from pdjax.layers.attention import PagedBatch, attend_decode, attend_prefill, write_pages
+from pdjax.engine.plan import NO_SLOT, DecodeStep, History, PrefillStep, Row, StepPlan
+from pdjax.engine.prompt_logprobs import PromptLogprobs
+from pdjax.engine.request import Top
+from pdjax.engine.sampling import Picked, sampling_rows
+from pdjax.engine.steps import Steps
 from pdjax.models.checkpoint import LoadedModel
 from pdjax.wire import SamplingParams
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Picked tokens and their log-probabilities, one a row of the plan."""
+    """Picked tokens, their log-probabilities and the best tokens in their places, one a row of the plan.
+
+    `prompt_logprobs` and `prompt_top` are of a prefill step's targets, if it has any.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
+    top: list[Top]
+    prompt_logprobs: list[float]
+    prompt_top: list[Top]
+
+
+class RunningStep:
+    """A step that the device was given. Its results are on their way to the host."""
+
+    def __init__(self, step: StepPlan, picked: Picked, prompt: PromptLogprobs | None) -> None:
+        self._rows = [step.row] if isinstance(step, PrefillStep) else step.rows
+        self._targets = len(step.targets) if isinstance(step, PrefillStep) else 0
+        self._picked = picked
+        self._prompt = prompt
+        wanted: list[jax.Array] = [picked.tokens, picked.logprobs]
+        if any(row.top for row in self._rows):
+            wanted += [picked.top_ids, picked.top_logprobs]
+        if prompt is not None and self._targets:
+            wanted += prompt
+        for array in wanted:
+            array.copy_to_host_async()
+
+    def read(self) -> StepResult:
+        """Wait for the results."""
+        count = len(self._rows)
+        tops = [row.top for row in self._rows]
+        prompt, told = self._prompt, self._targets
+        return StepResult(
+            token_ids=np.asarray(self._picked.tokens)[:count].tolist(),
+            logprobs=np.asarray(self._picked.logprobs)[:count].tolist(),
+            top=_tops(self._picked.top_ids, self._picked.top_logprobs, tops),
+            prompt_logprobs=[] if prompt is None or not told else np.asarray(prompt.logprobs)[:told].tolist(),
+            prompt_top=[] if prompt is None or not told else _tops(prompt.top_ids, prompt.top_logprobs, tops * told),
+        )
 
 
 class Runner:
@@ -38,28 +77,48 @@ class Runner:
     def __init__(self, model: LoadedModel, *, spec: StateSpec, pages: int, buckets: Buckets, mesh: Mesh) -> None:
         self.spec = spec
         self.buckets = buckets
+        self.vocab = model.config.vocab_size
         self.pool = create_pool(spec, pages, mesh)
         self.compiles_after_warm_up = 0
         self._leaves = model.leaves
         self._addresses = pool_addresses(self.pool)
-        replicated = NamedSharding(mesh, PartitionSpec())
-        shardings = (pool_sharding(mesh), replicated, replicated)
-        steps = _Steps(model, jnp.dtype(spec.dtype))
-        self._prefill = jax.jit(steps.prefill, donate_argnums=1, out_shardings=shardings)
-        self._decode = jax.jit(steps.decode, donate_argnums=1, out_shardings=shardings)
+        self._slots = buckets.decode_rows[-1]
+        pool, replicated = pool_sharding(mesh), NamedSharding(mesh, PartitionSpec())
+        empty = jax.jit(slots.empty, static_argnums=(0, 1), out_shardings=replicated)
+        self._progress, self._tables = empty(self._slots, self.vocab)
+        steps = Steps(model, jnp.dtype(spec.dtype))
+        shardings = (pool, replicated, replicated)
+        self._prefill = jax.jit(steps.prefill, donate_argnames="pool", out_shardings=shardings)
+        self._decode = jax.jit(steps.decode, donate_argnames=("pool", "progress"), out_shardings=shardings)
+        self._write_slot = jax.jit(slots.write_slot, donate_argnums=(0, 1), out_shardings=replicated)
+        self._write_masks = jax.jit(slots.write_masks, donate_argnums=0, out_shardings=replicated)
 
     def run(self, step: StepPlan) -> StepResult:
-        """Run one step and wait for its tokens."""
+        """Run one step and wait for its results."""
+        return self.dispatch(step).read()
+
+    def dispatch(self, step: StepPlan) -> RunningStep:
+        """Give a step to the device. Whatever is dispatched later finds its writes done: the pool goes through both."""
         match step:
             case PrefillStep():
-                return self._run_prefill(step, [step.row])
+                self._write_slots([step.row])
+                return self._dispatch_prefill(step)
             case DecodeStep():
-                return self._run_decode(step)
+                self._write_slots(step.rows)
+                return self._dispatch_decode(step)
 
     def warm_up(self, steps: Iterable[StepPlan]) -> None:
         """Run steps that write to page 0 only, so that their programs are compiled."""
+        self._write_slot_row(NO_SLOT, History([0], []), _IDLE.sampling)
+        self._write_slot_masks({})
+        running = None
         for step in steps:
-            self.run(step)
+            following = self.dispatch(step)  # is traced while the one before runs
+            if running is not None:
+                running.read()
+            running = following
+        if running is not None:
+            running.read()
 
     def prefill_warm_up(self) -> list[PrefillStep]:
         """A step for every prefill program."""
@@ -88,35 +147,60 @@ class Runner:
         if pool_addresses(self.pool) != self._addresses:
             raise RuntimeError("the KV pool has moved: something holds a view of it across a step")
 
-    def _run_prefill(self, step: PrefillStep, rows: list[Row]) -> StepResult:
-        tokens = pick(len(step.token_ids), self.buckets.prefill_tokens)
-        token_ids = np.zeros((1, tokens), np.int32)
-        token_ids[0, : len(step.token_ids)] = step.token_ids
-        self.pool, picked, logprobs = self._prefill(
+    def _dispatch_prefill(self, step: PrefillStep) -> RunningStep:
+        count = len(step.token_ids)
+        tokens = pick(count, self.buckets.prefill_tokens)
+        token_ids, targets = np.zeros((1, tokens), np.int32), np.zeros(tokens, np.int32)
+        token_ids[0, :count] = step.token_ids
+        targets[: len(step.targets)] = step.targets
+        self.pool, picked, told = self._prefill(
             self._leaves,
             self.pool,
+            self._progress,
+            self._tables,
             token_ids,
+            targets,
             np.int32(step.start),
-            np.int32(len(step.token_ids)),
-            self._page_table(rows, 1),
-            sampling_rows(rows, 1),
+            np.int32(count),
+            np.bool_(bool(step.targets)),
+            self._page_table([step.row], 1),
+            sampling_rows([step.row], 1),
         )
-        return _read(picked, logprobs, 1)
+        return RunningStep(step, picked, told)
 
-    def _run_decode(self, step: DecodeStep) -> StepResult:
+    def _dispatch_decode(self, step: DecodeStep) -> RunningStep:
         rows = pick(len(step.rows), self.buckets.decode_rows)
         token_ids, positions = np.zeros((rows, 1), np.int32), np.zeros((rows, 1), np.int32)
         token_ids[: len(step.rows), 0] = step.token_ids
         positions[: len(step.rows), 0] = step.positions
-        self.pool, picked, logprobs = self._decode(
+        self.pool, self._progress, picked = self._decode(
             self._leaves,
             self.pool,
+            self._progress,
+            self._tables,
             token_ids,
             positions,
             self._page_table(step.rows, rows),
             sampling_rows(step.rows, rows),
         )
-        return _read(picked, logprobs, len(step.rows))
+        return RunningStep(step, picked, None)
+
+    def _write_slots(self, rows: list[Row]) -> None:
+        """Bring the slots up to date with what comes with the plan."""
+        for row in rows:
+            if row.history is not None:
+                self._write_slot_row(row.slot, row.history, row.sampling)
+        masks = {row.slot: row.mask for row in rows if row.mask}
+        if masks:
+            self._write_slot_masks(masks)
+
+    def _write_slot_row(self, slot: int, history: History, sampling: SamplingParams) -> None:
+        row = slots.slot_row(history, sampling, self.vocab)
+        self._progress, self._tables = self._write_slot(self._progress, self._tables, np.int32(slot), row)
+
+    def _write_slot_masks(self, masks: dict[int, bytes]) -> None:
+        places, words = slots.mask_rows(masks, self._slots, self.vocab)
+        self._tables = self._tables._replace(masks=self._write_masks(self._tables.masks, places, words))
 
     def _page_table(self, rows: list[Row], padded_rows: int) -> np.ndarray:
         """int32 [padded_rows, width], 0 past each row's pages."""
@@ -126,63 +210,14 @@ class Runner:
         return table
 
 
-class _Steps:
-    """The traced functions. Arguments named as in `PagedBatch`; the pool is threaded through the layers."""
-
-    def __init__(self, model: LoadedModel, dtype: jnp.dtype) -> None:
-        self._model = model
-        self._dtype = dtype
-
-    def prefill(
-        self,
-        leaves: list[jax.Array],
-        pool: jax.Array,
-        token_ids: jax.Array,  # [1, T]
-        start: jax.Array,
-        count: jax.Array,
-        page_table: jax.Array,  # [1, W]
-        sampling: SamplingRows,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """One chunk of one prompt; returns the pool, the token after it [1] and its logprob [1]."""
-        offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]  # [1, T]
-        batch = PagedBatch(page_table, start + offsets, offsets < count)
-        module = self._model.merge(leaves)
-        hidden, pool = module(token_ids, batch.positions, pool, self._attend(batch, attend_prefill))
-        last = jnp.take(hidden, count - 1, axis=1)  # [1, hidden]
-        with jax.named_scope("sample"):
-            tokens, logprobs = sample(module.logits(last), sampling, (start + count)[None])
-        return pool, tokens, logprobs
-
-    def decode(
-        self,
-        leaves: list[jax.Array],
-        pool: jax.Array,
-        token_ids: jax.Array,  # [B, 1]
-        positions: jax.Array,  # [B, 1]
-        page_table: jax.Array,  # [B, W]
-        sampling: SamplingRows,
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """One token of each row; returns the pool, the next tokens [B] and their logprobs [B]."""
-        batch = PagedBatch(page_table, positions, jnp.ones_like(positions, bool))
-        module = self._model.merge(leaves)
-        hidden, pool = module(token_ids, positions, pool, self._attend(batch, attend_decode))
-        with jax.named_scope("sample"):
-            tokens, logprobs = sample(module.logits(hidden[:, 0]), sampling, positions[:, 0] + 1)
-        return pool, tokens, logprobs
-
-    def _attend(self, batch: PagedBatch, attend: Callable) -> Callable:
-        def attend_layer(layer, q, k, v, pool):
-            pool = write_pages(pool, layer, k, v, batch)
-            return attend(q, pool, layer, batch, self._dtype), pool
-
-        return attend_layer
-
-
 # Computes on page 0 only.
 _IDLE = Row(rid="", pages=[], sampling=SamplingParams(temperature=0.0), seed=0)
 
 
-def _read(picked: jax.Array, logprobs: jax.Array, rows: int) -> StepResult:
-    picked.copy_to_host_async()
-    logprobs.copy_to_host_async()
-    return StepResult(np.asarray(picked)[:rows].tolist(), np.asarray(logprobs)[:rows].tolist())
+def _tops(ids: jax.Array, logprobs: jax.Array, counts: list[int]) -> list[Top]:
+    """The best tokens of each row, as many as it asks for."""
+    if not any(counts):
+        return [[] for _ in counts]
+    rows = zip(np.asarray(ids)[: len(counts)].tolist(), np.asarray(logprobs)[: len(counts)].tolist(), counts,
+               strict=True)  # fmt: skip
+    return [list(zip(ids[:count], values[:count], strict=True)) for ids, values, count in rows]

@@ -1,6 +1,10 @@
 """Picking tokens inside the compiled step, one row a request.
 
-A row's token depends on its own logits, parameters, seed and position only, never on its neighbours in the batch.
+A row's token depends on its own logits, parameters, history, seed and position only, never on its neighbours in the
+batch. The order is: penalties, bias, bans, grammar, temperature, top_k, top_p, min_p. Log-probabilities are those of
+the model itself: softmax of its logits as they are, before any of that.
+
+What no row of a batch asks for is skipped at run time (`lax.cond`), so one program serves all options.
 """
 
 from __future__ import annotations
@@ -13,76 +17,226 @@ import numpy as np
 from jax import lax
 
 from pdjax.engine.plan import Row
+from pdjax.engine.slots import MAX_BIAS, NO_TOKEN, OUTPUT, Progress, Tables
+from pdjax.wire import SamplingParams
 
-MAX_BANNED = 16  # tokens that a row may exclude
-NO_TOKEN = np.iinfo(np.int32).max  # past any vocabulary: scatters drop it
+MAX_BANNED = 64  # tokens that a row may exclude before `min_new_tokens`
+MAX_TOP = 20  # best tokens that can be told at a position
+
+PENALIZED, BIASED, BANNED, MASKED, TOP = 1, 2, 4, 8, 16  # what a row asks for
 
 
 class SamplingRows(NamedTuple):
-    """Sampling parameters of a batch: one entry a row.
+    """Sampling parameters of a batch: one entry a row, in few arrays because each costs microseconds a step.
 
-    Attributes: temperature, top_p, min_p float32 [batch]; top_k int32 [batch], 0 for off; seed uint32 [batch];
-    banned int32 [batch, MAX_BANNED], padded with `NO_TOKEN`.
+    Attributes: floats float32 [batch, 6]; ints int32 [batch, 4]; banned int32 [batch, MAX_BANNED], padded with
+    `NO_TOKEN`. The columns are read through the properties, [batch] each.
     """
 
-    temperature: jax.Array | np.ndarray
-    top_p: jax.Array | np.ndarray
-    min_p: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
-    seed: jax.Array | np.ndarray
+    floats: jax.Array | np.ndarray
+    ints: jax.Array | np.ndarray
     banned: jax.Array | np.ndarray
+
+    @property
+    def temperature(self) -> jax.Array:
+        """0 is greedy."""
+        return jnp.asarray(self.floats)[:, 0]
+
+    @property
+    def top_p(self) -> jax.Array:
+        """1 is off."""
+        return jnp.asarray(self.floats)[:, 1]
+
+    @property
+    def min_p(self) -> jax.Array:
+        """0 is off."""
+        return jnp.asarray(self.floats)[:, 2]
+
+    @property
+    def repetition(self) -> jax.Array:
+        """1 is off."""
+        return jnp.asarray(self.floats)[:, 3]
+
+    @property
+    def presence(self) -> jax.Array:
+        """0 is off."""
+        return jnp.asarray(self.floats)[:, 4]
+
+    @property
+    def frequency(self) -> jax.Array:
+        """0 is off."""
+        return jnp.asarray(self.floats)[:, 5]
+
+    @property
+    def slots(self) -> jax.Array:
+        """The rows' slots; `NO_SLOT` for padding."""
+        return jnp.asarray(self.ints)[:, 0]
+
+    @property
+    def flags(self) -> jax.Array:
+        """What the rows ask for: PENALIZED, BIASED, BANNED, MASKED, TOP."""
+        return jnp.asarray(self.ints)[:, 1]
+
+    @property
+    def top_k(self) -> jax.Array:
+        """0 is off."""
+        return jnp.asarray(self.ints)[:, 2]
+
+    @property
+    def seeds(self) -> jax.Array:
+        """uint32."""
+        return lax.bitcast_convert_type(jnp.asarray(self.ints)[:, 3], jnp.uint32)
+
+    def any(self, flag: int) -> jax.Array:
+        """Whether a row asks for (one of) `flag`."""
+        return jnp.any(self.flags & flag != 0)
+
+    def only(self, flag: int, indices: jax.Array) -> jax.Array:
+        """int32 indices [batch, ...], `NO_TOKEN` in the rows that do not ask for `flag`."""
+        asked = (self.flags & flag != 0).reshape(-1, *[1] * (indices.ndim - 1))
+        return jnp.where(asked, indices, NO_TOKEN)
+
+
+class Picked(NamedTuple):
+    """Attributes: tokens int32 [batch]; logprobs float32 [batch]; top_ids int32 and top_logprobs float32
+    [batch, MAX_TOP], best first, zeros if no row asks for them."""  # fmt: skip
+
+    tokens: jax.Array
+    logprobs: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def problem(sampling: SamplingParams, *, top: int, vocab: int) -> str | None:
+    """Why the compiled steps cannot serve these parameters, in words, or None."""
+    if len(sampling.logit_bias) > MAX_BIAS:
+        return f"logit_bias: {len(sampling.logit_bias)} tokens are over the {MAX_BIAS} that a request may bias"
+    if len({token for token, _ in sampling.logit_bias}) < len(sampling.logit_bias):
+        return "logit_bias: a token is given twice"
+    if not all(0 <= token < vocab and np.isfinite(value) for token, value in sampling.logit_bias):
+        return f"logit_bias takes ids of the vocabulary of {vocab} tokens, and finite values"
+    if not 0 <= top <= MAX_TOP:
+        return f"top_logprobs must lie in 0..{MAX_TOP}, not {top}"
+    if not sampling.repetition_penalty > 0:
+        return f"repetition_penalty must be above 0, not {sampling.repetition_penalty:g}"
+    if sampling.min_new_tokens > 0 and len(sampling.stop_token_ids) > MAX_BANNED - 16:
+        return f"min_new_tokens: with it a request may have {MAX_BANNED - 16} stop_token_ids at most"
+    if sampling.min_new_tokens > 0 and sampling.grammar is not None:
+        return "min_new_tokens: a grammar says when its answer ends; give one of the two"
+    return None
+
+
+def uses_slot(sampling: SamplingParams) -> bool:
+    """Whether a request's slot must be written before it can be sampled."""
+    return bool(_history_flags(sampling))
 
 
 def sampling_rows(requests: list[Row], rows: int) -> SamplingRows:
     """Pack parameters into arrays of `rows` rows; the rows past the last request are greedy."""
-    packed = SamplingRows(
-        temperature=np.zeros(rows, np.float32),
-        top_p=np.ones(rows, np.float32),
-        min_p=np.zeros(rows, np.float32),
-        top_k=np.zeros(rows, np.int32),
-        seed=np.zeros(rows, np.uint32),
-        banned=np.full((rows, MAX_BANNED), NO_TOKEN, np.int32),
-    )
-    for row, request in enumerate(requests):
-        param = request.sampling
-        packed.temperature[row] = param.temperature
-        packed.top_p[row] = param.top_p
-        packed.min_p[row] = param.min_p
-        packed.top_k[row] = param.top_k
-        packed.seed[row] = request.seed & 0xFFFFFFFF
-        packed.banned[row, : len(request.banned)] = request.banned[:MAX_BANNED]
-    return packed
+    floats, ints = np.zeros((rows, 6), np.float32), np.zeros((rows, 4), np.int32)
+    floats[:] = (0, 1, 0, 1, 0, 0)
+    ints[:, 0] = NO_TOKEN
+    banned = np.full((rows, MAX_BANNED), NO_TOKEN, np.int32)
+    seeds = ints[:, 3].view(np.uint32)
+    for index, row in enumerate(requests):
+        param = row.sampling
+        flags = _history_flags(param)
+        if row.banned:
+            flags |= BANNED
+            banned[index, : len(row.banned)] = row.banned
+        flags |= (MASKED if row.mask else 0) | (TOP if row.top else 0)
+        floats[index] = (param.temperature, param.top_p, param.min_p, param.repetition_penalty,
+                         param.presence_penalty, param.frequency_penalty)  # fmt: skip
+        ints[index, :3] = (row.slot, flags, param.top_k)
+        seeds[index] = row.seed & 0xFFFFFFFF
+    return SamplingRows(floats, ints, banned)
 
 
-def sample(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits: jax.Array, rows: SamplingRows, positions: jax.Array, progress: Progress, tables: Tables
+) -> Picked:  # fmt: skip
     """Pick one token a row.
 
     Args:
         logits: float32 [batch, vocab].
-        rows: the rows' parameters; temperature 0 is greedy.
+        rows: the rows' parameters.
         positions: int32 [batch], the position that the picked token will have: with the seed, it makes the noise.
-
-    Returns:
-        Tokens int32 [batch], and float32 [batch] their log-probabilities under softmax(logits).
+        progress: what the rows' slots have seen, up to and with the token that was computed on.
+        tables: the rows' bias and masks.
     """
-    normalizer = jax.nn.logsumexp(logits, axis=-1)
-    unmasked = logits
-    logits = logits.at[jnp.arange(logits.shape[0])[:, None], jnp.asarray(rows.banned)].set(-jnp.inf, mode="drop")
-    greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    adjusted = lax.cond(
+        rows.any(PENALIZED | BIASED | BANNED | MASKED),
+        lambda: _adjust(logits, rows, progress, tables),
+        lambda: logits,
+    )
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
     tokens = lax.cond(
-        jnp.any(jnp.asarray(rows.temperature) > 0),
-        lambda: jnp.where(jnp.asarray(rows.temperature) > 0, _draw(logits, rows, positions), greedy),
+        jnp.any(rows.temperature > 0),
+        lambda: jnp.where(rows.temperature > 0, _draw(adjusted, rows, positions), greedy),
         lambda: greedy,
     )
-    chosen = jnp.take_along_axis(unmasked, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - normalizer
+    normalizer = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+    return Picked(tokens, chosen - normalizer, *best_tokens(logits, normalizer, rows.any(TOP)))
+
+
+def best_tokens(logits: jax.Array, normalizer: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids int32 and log-probabilities float32 [batch, MAX_TOP] of the best tokens, best first; zeros unless wanted."""
+    count = min(MAX_TOP, logits.shape[-1])
+
+    def find() -> tuple[jax.Array, jax.Array]:
+        values, ids = lax.top_k(logits, count)
+        return ids.astype(jnp.int32), values - normalizer[:, None]
+
+    shape = (logits.shape[0], count)
+    return lax.cond(wanted, find, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
+
+
+def _history_flags(sampling: SamplingParams) -> int:
+    neutral = sampling.repetition_penalty == 1 and not sampling.presence_penalty and not sampling.frequency_penalty
+    return (0 if neutral else PENALIZED) | (BIASED if sampling.logit_bias else 0)
+
+
+def _adjust(logits: jax.Array, rows: SamplingRows, progress: Progress, tables: Tables) -> jax.Array:
+    """Apply what rows ask for. The values of a row that does not ask stay as they are, bit for bit."""
+    every = jnp.arange(logits.shape[0])[:, None]
+    steps = (
+        (PENALIZED, lambda logits: _penalize(logits, rows, progress.seen.at[rows.slots].get(mode="clip"))),
+        (
+            BIASED,
+            lambda logits: logits.at[every, rows.only(BIASED, tables.bias_ids.at[rows.slots].get(mode="clip"))].add(
+                tables.bias_values.at[rows.slots].get(mode="clip"), mode="drop"
+            ),
+        ),
+        (BANNED, lambda logits: logits.at[every, jnp.asarray(rows.banned)].set(-jnp.inf, mode="drop")),
+        (MASKED, lambda logits: _mask(logits, rows, tables.masks.at[rows.slots].get(mode="clip"))),
+    )
+    for flag, apply in steps:
+        logits = lax.cond(rows.any(flag), apply, lambda logits: logits, logits)
+    return logits
+
+
+def _penalize(logits: jax.Array, rows: SamplingRows, seen: jax.Array) -> jax.Array:
+    """Repetition over prompt and output, as in CTRL (Keskar et al. 2019); presence and frequency over the output."""
+    factor, presence, frequency = (each[:, None] for each in (rows.repetition, rows.presence, rows.frequency))
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+    asked = (rows.flags & PENALIZED != 0)[:, None]
+    logits = jnp.where(asked & (seen > 0), repeated, logits)
+    counts = jnp.where(asked, seen // OUTPUT, 0).astype(jnp.float32)
+    return logits - frequency * counts - presence * (counts > 0)
+
+
+def _mask(logits: jax.Array, rows: SamplingRows, words: jax.Array) -> jax.Array:
+    bits = (words[:, :, None] >> jnp.arange(32)) & 1  # [batch, words, 32]
+    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] != 0
+    return jnp.where(allowed | (rows.flags & MASKED == 0)[:, None], logits, -jnp.inf)
 
 
 def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
-    temperature = jnp.maximum(jnp.asarray(rows.temperature), 1e-6)[:, None]
+    temperature = jnp.maximum(rows.temperature, 1e-6)[:, None]
     scaled = logits / temperature
     filtered = lax.cond(
-        jnp.any((jnp.asarray(rows.top_k) > 0) | (jnp.asarray(rows.top_p) < 1) | (jnp.asarray(rows.min_p) > 0)),
+        jnp.any((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0)),
         lambda: _filter(scaled, rows),
         lambda: scaled,
     )
@@ -91,7 +245,7 @@ def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Ar
         key = jax.random.fold_in(jax.random.key(seed), position)
         return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
 
-    return jnp.argmax(filtered + jax.vmap(noise)(rows.seed, positions), axis=-1).astype(jnp.int32)
+    return jnp.argmax(filtered + jax.vmap(noise)(rows.seeds, positions), axis=-1).astype(jnp.int32)
 
 
 def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -100,11 +254,13 @@ def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     Thresholds are found by bisection, because sorting a vocabulary a row costs milliseconds on CPU and one bisection
     step costs microseconds.
     """
-    top_k, top_p, min_p = (jnp.asarray(rows.top_k), jnp.asarray(rows.top_p), jnp.asarray(rows.min_p))
+    top_k, top_p, min_p = rows.top_k, rows.top_p, rows.min_p
     best = jnp.max(scaled, axis=-1, keepdims=True)
     wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])[:, None]
     # The cut keeps every value above `low`: the largest threshold under which at least `wanted` values remain.
-    low = _bisect(jnp.min(scaled, axis=-1, keepdims=True) - 1, best, lambda cut: _count(scaled > cut) >= wanted)
+    # What is excluded already has no part in the search: between -inf and a number there is no middle.
+    least = jnp.min(jnp.where(scaled > -jnp.inf, scaled, best), axis=-1, keepdims=True)
+    low = _bisect(least - 1, best, lambda cut: _count(scaled > cut) >= wanted)
     scaled = jnp.where(scaled > low, scaled, -jnp.inf)
 
     probabilities = jax.nn.softmax(scaled, axis=-1)

@@ -1,15 +1,19 @@
 """Which step comes next. Pure: it looks at requests and makes plans, it runs nothing.
 
-Prompts are computed first come, first served, one chunk a step; while requests are decoding, prefill and decode steps
-take turns, so that neither starves the other.
+Prompts are computed one after the other, higher priorities first, one chunk a step. While requests are decoding,
+prefill and decode steps take turns by tokens: between two decode steps at most `prefill_tokens` prompt tokens are
+computed, in one large chunk or several short prompts, so that neither long prompts nor many of them starve those who
+decode.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
 
-from pdjax.engine.plan import DecodeStep, PrefillStep, Row, StepPlan
+from pdjax.engine.plan import ON_DEVICE, DecodeStep, History, PrefillStep, Row, StepPlan
 from pdjax.engine.request import Request, banned_tokens
+from pdjax.engine.sampling import uses_slot
 
 
 class Scheduler:
@@ -20,7 +24,10 @@ class Scheduler:
         self.running: dict[str, Request] = {}
         self._prefill_tokens = prefill_tokens
         self._eos_token_ids = eos_token_ids
-        self._prefilled_last = False
+        self._slots: dict[str, int] = {}  # by request id
+        self._free_slots: list[int] = []  # a heap of those below the most that were in use together
+        self._written: set[str] = set()  # requests whose slots hold their history
+        self._budget = prefill_tokens  # prompt tokens that may be computed before the next decode step
 
     @property
     def has_work(self) -> bool:
@@ -28,8 +35,9 @@ class Scheduler:
         return bool(self.prefilling or self.running)
 
     def add_prefill(self, request: Request) -> None:
-        """Queue a request that has its pages and no computed prompt."""
-        self.prefilling.append(request)
+        """Queue a request that has its pages, behind those of its priority and above."""
+        place = sum(other.priority >= request.priority for other in self.prefilling)
+        self.prefilling.insert(place, request)
 
     def add_running(self, request: Request) -> None:
         """Take a request whose prompt is computed and whose first token is known."""
@@ -38,42 +46,74 @@ class Scheduler:
     def remove(self, rid: str) -> None:
         """Forget a request; an unknown one is fine."""
         self.running.pop(rid, None)
+        self._written.discard(rid)
+        if rid in self._slots:
+            heapq.heappush(self._free_slots, self._slots.pop(rid))
         self.prefilling = deque(request for request in self.prefilling if request.rid != rid)
 
     def next_step(self) -> StepPlan | None:
         """Plan the next step, or None when there is nothing to compute."""
-        if self.prefilling and not (self._prefilled_last and self.running):
-            self._prefilled_last = True
-            return self._prefill_step(self.prefilling[0])
-        self._prefilled_last = False
-        return self._decode_step(list(self.running.values())) if self.running else None
+        if not self.running:
+            self._budget = self._prefill_tokens
+        if self.prefilling:
+            request = self.prefilling[0]
+            tokens = min(request.prompt_tokens - request.computed, self._prefill_tokens)
+            if not self.running or tokens <= self._budget:
+                self._budget -= tokens
+                return self._prefill_step(request, request.computed + tokens)
+        self._budget = self._prefill_tokens
+        # Whoever is known to end with a token that is under way takes no further part.
+        going_on = [
+            request
+            for request in self.running.values()
+            if len(request.output_ids) + request.pending < request.sampling.max_new_tokens
+        ]
+        return self._decode_step(going_on) if going_on else None
 
     def prefilled(self, step: PrefillStep) -> Request | None:
         """Note a computed prefill step. Returns the request if its prompt is complete; it then leaves the queue."""
-        request = self.prefilling[0]
+        request = next(request for request in self.prefilling if request.rid == step.row.rid)
         request.computed = step.end
         if request.computed < request.prompt_tokens:
             return None
-        return self.prefilling.popleft()
+        self.prefilling.remove(request)
+        return request
 
-    def _prefill_step(self, request: Request) -> PrefillStep:
-        end = min(request.prompt_tokens, request.computed + self._prefill_tokens)
+    def _prefill_step(self, request: Request, end: int) -> PrefillStep:
         return PrefillStep(
-            row=self._row(request), token_ids=request.input_ids[request.computed : end], start=request.computed
+            row=self._row(request, picks=end == request.prompt_tokens),
+            token_ids=request.input_ids[request.computed : end],
+            start=request.computed,
+            targets=request.input_ids[request.computed + 1 : end + 1] if request.wants_prompt_logprobs else [],
         )
 
     def _decode_step(self, requests: list[Request]) -> DecodeStep:
         return DecodeStep(
-            rows=[self._row(request) for request in requests],
-            token_ids=[request.output_ids[-1] for request in requests],
-            positions=[request.next_position for request in requests],
+            rows=[self._row(request, picks=True) for request in requests],
+            token_ids=[ON_DEVICE if request.pending else request.output_ids[-1] for request in requests],
+            positions=[request.next_position + request.pending for request in requests],
         )
 
-    def _row(self, request: Request) -> Row:
+    def _row(self, request: Request, *, picks: bool) -> Row:
+        """A row of a step that will be run. `picks`: whether the token that it picks for this row is used."""
+        history = None
+        if picks and uses_slot(request.sampling) and request.rid not in self._written:
+            self._written.add(request.rid)
+            history = History(request.input_ids, request.output_ids[:-1])
         return Row(
             rid=request.rid,
             pages=request.pages,
             sampling=request.sampling,
             seed=request.seed,
             banned=banned_tokens(request, self._eos_token_ids),
+            slot=self._slot(request.rid),
+            history=history,
+            mask=request.mask if picks else b"",
+            top=request.top_logprobs,
         )
+
+    def _slot(self, rid: str) -> int:
+        """A request's slot, from its first step until it is removed. Slots are as few as requests with pages."""
+        if rid not in self._slots:
+            self._slots[rid] = heapq.heappop(self._free_slots) if self._free_slots else len(self._slots)
+        return self._slots[rid]

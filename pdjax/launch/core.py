@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import queue
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +12,20 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, Mesh
 
+from pdjax.cache.allocator import PageAllocator
 from pdjax.cache.spec import StateSpec
 from pdjax.config import Config
 from pdjax.engine.buckets import make_buckets
-from pdjax.engine.engine import Limits
+from pdjax.engine.engine import Engine, Limits
+from pdjax.engine.grammar import Grammars
 from pdjax.engine.plan import StepPlan
+from pdjax.engine.roles import Role
 from pdjax.engine.runner import Runner
+from pdjax.engine.scheduler import Scheduler
+from pdjax.kernels import native
 from pdjax.launch.cache_folder import cache_root
 from pdjax.models.checkpoint import load_model, model_identity
+from pdjax.wire import ToFrontend
 
 
 @dataclass(frozen=True)
@@ -46,19 +54,57 @@ class Core:
         return [*prefill, *decode]
 
 
-def start_jax() -> None:
-    """Configure JAX and make this job a `jax.distributed` one of its own.
-
-    Compiled programs are kept. The preemption service is off, because it swallows SIGTERM.
-    """
-    jax.config.update("jax_enable_preemption_service", False)
+def keep_compiled_programs() -> None:
+    """Have JAX keep all compiled programs in the cache folder, so that the next start finds them."""
     jax.config.update("jax_compilation_cache_dir", str(cache_root() / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def start_jax() -> None:
+    """Configure JAX and make this job a `jax.distributed` one of its own.
+
+    Compiled programs are kept, and the native CPU kernels. The preemption service is off, because it swallows SIGTERM.
+    """
+    jax.config.update("jax_enable_preemption_service", False)
+    keep_compiled_programs()
     with socket.create_server(("127.0.0.1", 0)) as probe:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     jax.distributed.initialize(
         address, num_processes=1, process_id=0, coordinator_bind_address=address, heartbeat_timeout_seconds=10
+    )
+    native.load(cache_root() / "native")
+
+
+def make_engine(
+    role: str,
+    config: Config,
+    core: Core,
+    *,
+    inbox: queue.SimpleQueue[object],
+    emit: Callable[[ToFrontend], None],
+    make_role: Callable[[Engine], Role],
+) -> Engine:
+    """The engine over a core, for whoever feeds its inbox and takes what it emits."""
+    return Engine(
+        inbox=inbox,
+        runner=core.runner,
+        scheduler=Scheduler(prefill_tokens=core.prefill_tokens, eos_token_ids=core.eos_token_ids),
+        allocator=PageAllocator(core.pages),
+        limits=core.limits,
+        eos_token_ids=core.eos_token_ids,
+        emit=emit,
+        make_role=make_role,
+        # A decode instance is sent whole prompts, and asks for no less.
+        prefix_cache=config.cache.prefix and role != "decode",
+        grammars=Grammars(
+            Path(core.info["model_path"]) / "tokenizer.json",
+            vocab=core.runner.vocab,
+            eos_token_ids=core.eos_token_ids,
+            post=inbox.put,
+        ),
+        # A prefill instance waits for each step anyway: it sends the step's pages before it goes on.
+        overlap=config.engine.overlap and role != "prefill",
     )
 
 

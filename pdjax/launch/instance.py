@@ -85,11 +85,8 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
         raise StartError(problem)
     import jax
 
-    from pdjax.cache.allocator import PageAllocator
-    from pdjax.engine.engine import Engine
-    from pdjax.engine.roles import Unified
-    from pdjax.engine.scheduler import Scheduler
-    from pdjax.launch.core import load_core, start_jax
+    from pdjax.engine.unified import Unified
+    from pdjax.launch.core import load_core, make_engine, start_jax
 
     start_jax()
     core = load_core(role, config, folder)
@@ -99,15 +96,8 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
         from pdjax.launch.pair import make_pair
 
         pair = make_pair(role, config, core, inbox.put)
-    engine = Engine(
-        inbox=inbox,
-        runner=core.runner,
-        scheduler=Scheduler(prefill_tokens=core.prefill_tokens, eos_token_ids=core.eos_token_ids),
-        allocator=PageAllocator(core.pages),
-        limits=core.limits,
-        eos_token_ids=core.eos_token_ids,
-        emit=frontend.send,
-        make_role=Unified if pair is None else pair.make_role,
+    engine = make_engine(
+        role, config, core, inbox=inbox, emit=frontend.send, make_role=Unified if pair is None else pair.make_role
     )
     info = dict(core.info)
     if config.engine.warmup:

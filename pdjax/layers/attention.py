@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pdjax.kernels import native
+
 BLOCK_TOKENS = 256  # keys and values of a block, a few hundred KiB, stay in a core's cache
 
 
@@ -48,6 +50,10 @@ def attend_prefill(q: jax.Array, pool: jax.Array, layer: jax.Array, batch: Paged
 
     Each token sees the positions up to its own, whatever earlier steps wrote them (chunked prefill).
     """
+    if native.can_attend(q.shape[-1]):
+        # A padding token may lie past the table.
+        positions = jnp.where(batch.valid, batch.positions, 0)
+        return native.attention(q, pool, layer, batch.page_table, positions).astype(q.dtype)
 
     def one_request(row):
         q, page_table, positions, valid = row
@@ -65,6 +71,8 @@ def attend_decode(q: jax.Array, pool: jax.Array, layer: jax.Array, batch: PagedB
     A loop over requests beats one batched gather on CPU (20 against 26 ms for 30 layers of 8 rows and 256 tokens):
     the pages of one request stay in the cache between their two products, which are float32 for the same reason.
     """
+    if native.can_attend(q.shape[-1]):
+        return native.attention(q, pool, layer, batch.page_table, batch.positions).astype(q.dtype)
 
     def one_request(row):
         q, page_table, positions = row

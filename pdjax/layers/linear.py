@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from pdjax.kernels import native
 from pdjax.layers.sharding import LogicalAxes, parameter
 
 
 def contract_last(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """float32 product of x [..., in] with weight [*out, in]: [..., *out]. x is taken in the weight's dtype.
+    """float32 product of x [..., in] with weight [*out, in]: [..., *out].
 
+    With the native CPU kernels x is taken as float32, else in the weight's dtype.
     Asking for float32 output is what reaches the CPU's bfloat16 units: 3.4 ms against 42 ms for 8 rows by a
     [49152, 576] matrix. A single bfloat16 row takes a scalar path there (33 ms), so one row is computed as two.
     """
-    x = x.astype(weight.dtype)
     lead = x.shape[:-1]
+    if native.is_faster(math.prod(lead), weight.dtype):
+        out = native.product(x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]))
+        return out.reshape(*lead, *weight.shape[:-1])
+    x = x.astype(weight.dtype)
     rows = x.reshape(-1, x.shape[-1])
     lone = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16
     if lone:

@@ -21,21 +21,25 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from pdjax.router.dispatch import Dispatcher
+from pdjax.router.fan_out import Reply, aborted_of, ask_all, tokens_of
 from pdjax.router.fleet import Fleet, FleetError, Instance, parse_instance
-from pdjax.web import ExchangeRoute, bind, encode_json, error_payload, say
+from pdjax.web import ExchangeRoute, HttpError, bind, decode_object, encode_json, error_payload, say
 from pdjax.web import serve as serve_app
 
 CONNECT_SECONDS = 2.0
 POOL_SECONDS = 30.0  # instances keep idle connections for longer, so that none closes under a request
+GENERATION_CHECK_SECONDS = 20.0
+_ONE_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
 GENERATION_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
 
 class Router:
     """The routes in front of a fleet, and what runs beside them."""
 
-    def __init__(self, fleet: Fleet, dispatcher: Dispatcher) -> None:
+    def __init__(self, fleet: Fleet, dispatcher: Dispatcher, session: aiohttp.ClientSession) -> None:
         self._fleet = fleet
         self._dispatcher = dispatcher
+        self._session = session
         self._started = int(time.time())
         self._registry = CollectorRegistry()
         self._registry.register(_FleetMetrics(fleet, dispatcher))
@@ -54,8 +58,12 @@ class Router:
             (("/server_info", "/get_server_info"), self._server_info),
             (("/model_info", "/get_model_info"), self._model_info),
             (("/metrics",), self._metrics),
+            (("/health_generate",), self._health_generate),
+            (("/get_loads",), self._loads),
         ):
             routes += [Route(path, endpoint, methods=["GET"]) for path in paths]
+        for path, endpoint in (("/flush_cache", self._flush_cache), ("/abort_request", self._abort_request)):
+            routes.append(Route(path, endpoint, methods=["POST"]))
         return Starlette(routes=routes, exception_handlers={HTTPException: _on_http_exception, Exception: _on_error})
 
     async def run(self) -> str | None:
@@ -106,8 +114,50 @@ class Router:
             }
         )
 
+    async def _health_generate(self, _: Request) -> Response:
+        """Has the next pair make a token."""
+        try:
+            async with asyncio.timeout(GENERATION_CHECK_SECONDS):
+                status, body = await self._dispatcher.ask("/generate", _ONE_TOKEN)
+        except TimeoutError:
+            status, body = (
+                503,
+                encode_json(error_payload(503, f"no pair made a token within {GENERATION_CHECK_SECONDS:g} s")),
+            )
+        if status != 200:
+            return Response(body, status, media_type="application/json")
+        return Response("OK", media_type="text/plain")
+
+    async def _loads(self, _: Request) -> Response:
+        """Load of each instance in tokens; -1 if it does not say."""
+        replies = await self._ask_all("GET", "/get_load")
+        return _json({"workers": [{"worker": each.instance.url, "load": tokens_of(each)} for each in replies]})
+
+    async def _flush_cache(self, _: Request) -> Response:
+        replies = await self._ask_all("POST", "/flush_cache")
+        failed = {each.instance.url: each.words for each in replies if each.status != 200}
+        flushed = len(replies) - len(failed)
+        said = {"status": "partial" if failed else "success", "workers_flushed": flushed, "failed": failed}
+        return _json(said, 206 if failed and flushed else 503 if failed else 200)
+
+    async def _abort_request(self, request: Request) -> Response:
+        """Both halves of a request have the id that its client gave it."""
+        body = await request.body()
+        try:
+            decode_object(body)
+        except HttpError as error:
+            return _json(error_payload(error.status, error.message), error.status)
+        replies = await self._ask_all("POST", "/abort_request", body)
+        refusals = [each for each in replies if each.status == 400]
+        if refusals:
+            return _json(error_payload(400, refusals[0].words), 400)
+        return _json({"aborted": sum(aborted_of(each) for each in replies)})
+
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
+
+    async def _ask_all(self, method: str, path: str, body: bytes = b"") -> list[Reply]:
+        return await ask_all(self._session, [*self._fleet.prefill, *self._fleet.decode], method, path, body)
 
     def _serving(self) -> list[Instance]:
         return [each for each in (*self._fleet.prefill, *self._fleet.decode) if each.problem is None]
@@ -166,12 +216,13 @@ def serve(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the router."""
     parser.add_argument(
-        "--prefill", action="append", required=True, metavar="URL[,BOOTSTRAP_PORT]",
-        help="a prefill instance; may be given more than once",
+        "--prefill", action="extend", nargs="+", required=True, metavar="URL[,BOOTSTRAP_PORT]",
+        help="prefill instances; may be given more than once",
     )  # fmt: skip
     parser.add_argument(
-        "--decode", action="append", required=True, metavar="URL", help="a decode instance; may be given more than once"
-    )
+        "--decode", action="extend", nargs="+", required=True, metavar="URL",
+        help="decode instances; may be given more than once",
+    )  # fmt: skip
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port to bind; 0: any (default: %(default)s)")
     parser.add_argument(
@@ -208,7 +259,7 @@ async def _run(
         skip_auto_headers=["Accept-Encoding", "User-Agent"],
     ) as session:
         fleet = Fleet(prefill, decode, session)
-        router = Router(fleet, Dispatcher(fleet, session, idle_seconds=idle_timeout))
+        router = Router(fleet, Dispatcher(fleet, session, idle_seconds=idle_timeout), session)
         bound, bound_port = listener.getsockname()[:2]
         say("router", f"listening on http://{bound}:{bound_port}")
         gc.freeze()

@@ -14,7 +14,7 @@ import aiohttp
 
 from pdjax.router.fleet import Fleet, Instance, message_of, reason_of
 from pdjax.router.rooms import with_rooms
-from pdjax.web import Exchange, HttpError, decode_object, encode_json
+from pdjax.web import Exchange, HttpError, Recorder, decode_object, encode_json, error_payload
 
 ERROR_BODY = 1 << 20  # bytes of an instance's error that are read
 PREFILL_REST_SECONDS = 10.0  # for a prefill instance to end its answer after decode has ended its own
@@ -66,6 +66,15 @@ class Dispatcher:
         finally:
             self._open.discard(task)
 
+    async def ask(self, path: str, body: dict[str, Any]) -> tuple[int, bytes]:
+        """Answer a request of the router's own; returns status and body."""
+        answered = Recorder(path)
+        try:
+            await self(answered, encode_json(body))
+        except HttpError as error:
+            return error.status, encode_json(error_payload(error.status, error.message))
+        return answered.status, bytes(answered.body_sent)
+
     def abandon(self, reason: str) -> None:
         """End all open requests with an error."""
         self._abandoned = reason
@@ -102,14 +111,33 @@ class Dispatcher:
         filling = self._start(prefill, self._prefill(exchange.path, data, headers, prefill))
         asking = self._start(decode, self._ask(exchange.path, data, headers, decode))
         finished = False
+        hung: list[str] = []
+        task = asyncio.current_task()
+        assert task is not None, "a dispatch runs in a task"
+
+        def give_up(reason: str) -> None:
+            if not hung:
+                hung.append(reason)
+                task.cancel()
+
+        prefill.waiting.add(give_up)
+        decode.waiting.add(give_up)
         try:
             await asyncio.wait({filling, asking}, return_when=asyncio.FIRST_COMPLETED)
             if not asking.done():
                 await filling  # an error here ends the request, although decode still waits
             async with await asking as response:
+                prefill.waiting.discard(give_up)  # decode speaks: prefill has done its part
                 await self._relay(exchange, response, decode)
                 finished = response.status < 400
+        except asyncio.CancelledError as error:
+            if not hung:
+                raise
+            task.uncancel()
+            raise HttpError(504, hung[0]) from error
         finally:
+            prefill.waiting.discard(give_up)
+            decode.waiting.discard(give_up)
             asking.cancel()
             if not finished:
                 filling.cancel()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +15,10 @@ import aiohttp
 from pdjax.web import HttpError, say
 
 POLL_SECONDS = 1.0
-PROBE_SECONDS = 2.0  # an instance that does not answer for this long is down
+# An instance that does not answer for this long is down. A busy one answers between two steps, and says by itself that
+# it is not well when one takes longer than 5 s.
+PROBE_SECONDS = 6.0
+HUNG_PROBES = 2  # as many probes in a row without an answer: it is stopped or stuck, and whoever waits for it is told
 _WILDCARDS = ("", "0.0.0.0", "::", None)
 
 
@@ -34,6 +37,8 @@ class Instance:
         info: its ``/server_info``, read each time it comes up.
         outstanding: calls in progress.
         turn: when it was last chosen, as a count of choices; 0 if not since it came up.
+        silent_probes: how many probes in a row it has not answered.
+        waiting: who waits for its words; each is called with a sentence once it counts as hung.
     """
 
     url: str
@@ -43,6 +48,8 @@ class Instance:
     info: dict[str, Any] = field(default_factory=dict)
     outstanding: int = 0
     turn: int = 0
+    silent_probes: int = 0
+    waiting: set[Callable[[str], None]] = field(default_factory=set)
 
     @property
     def name(self) -> str:
@@ -129,6 +136,9 @@ class Fleet:
             problem = await self._probe(instance)
             if problem is not None:
                 self.mark_down(instance, problem)
+            if instance.silent_probes >= HUNG_PROBES:
+                for tell in list(instance.waiting):
+                    tell(f"{instance.name} has not answered anything for {HUNG_PROBES * PROBE_SECONDS:g} s")
             await asyncio.sleep(POLL_SECONDS)
 
     async def _probe(self, instance: Instance) -> str | None:
@@ -136,6 +146,7 @@ class Fleet:
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 status, body = await self._get(f"{instance.url}/health")
+                instance.silent_probes = 0
                 if status != 200:
                     return f"its /health answers {status}: {message_of(body)}"
                 if instance.problem is not None:
@@ -145,8 +156,10 @@ class Fleet:
                     return self._come_up(instance, body)
                 return None
         except TimeoutError:
+            instance.silent_probes += 1
             return f"it does not answer within {PROBE_SECONDS:g} s"
         except (aiohttp.ClientError, OSError) as error:
+            instance.silent_probes = 0  # it is gone, and its connections with it
             return reason_of(error)
 
     def _come_up(self, instance: Instance, body: bytes) -> str | None:

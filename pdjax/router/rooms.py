@@ -6,14 +6,20 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
-ROOM_BITS = 63
+MAX_SAMPLES = 128  # of a chat; instances refuse more
+# An instance counts up from a room that stands for several samples, and must not come past 2^63 - 1.
+ROOM_END = 2**63 - 2**20
 
 
-def prompts(path: str, body: Mapping[str, Any]) -> int | None:
-    """Number of prompts, if the body holds a list of prompts; None if it holds one prompt.
+def rooms_wanted(path: str, body: Mapping[str, Any]) -> int | None:
+    """Number of rooms, if the body gets a list of them: one a prompt of a list, or one a sample of a chat.
 
-    A list of token ids is one prompt. Bodies that make no sense count as one: the instances say what is wrong.
+    None if one room stands for all: a list of token ids is one prompt. Where a prompt has several samples, an instance
+    counts up from its room. Bodies that make no sense get one room: the instances say what is wrong.
     """
+    if path == "/v1/chat/completions":
+        samples = body.get("n")
+        return samples if type(samples) is int and 1 < samples <= MAX_SAMPLES else None
     names = {"/generate": ("text", "input_ids"), "/v1/completions": ("prompt",)}.get(path, ())
     for name in names:
         value = body.get(name)
@@ -27,10 +33,10 @@ def with_rooms(
 ) -> dict[str, Any]:
     """The body with `bootstrap_host`, `bootstrap_port` and a new `bootstrap_room`.
 
-    For a list of prompts each is a list. What a client has put there is replaced.
+    Where several rooms are wanted each is a list. What a client has put there is replaced.
     """
-    count = prompts(path, body)
-    rooms = [random_source.getrandbits(ROOM_BITS) for _ in range(count or 1)]
+    count = rooms_wanted(path, body)
+    rooms = [random_source.randrange(ROOM_END) for _ in range(count or 1)]
     if count is None:
         return {**body, "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rooms[0]}
     return {**body, "bootstrap_host": [host] * count, "bootstrap_port": [port] * count, "bootstrap_room": rooms}

@@ -16,14 +16,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdjax.server import answers
 from pdjax.server.chat import chat
-from pdjax.server.completions import completions
-from pdjax.server.jobs import Bootstrap, make_jobs, new_rid
-from pdjax.server.native import generate
+from pdjax.server.chat_request import NEUTRAL as chat_neutral
+from pdjax.server.chat_request import ChatRequest
+from pdjax.server.completions import NEUTRAL as completion_neutral
+from pdjax.server.completions import CompletionRequest, completions
+from pdjax.server.jobs import Ask, Bootstrap, make_jobs, new_rid
+from pdjax.server.native import NEUTRAL as native_neutral
+from pdjax.server.native import GenerateRequest, generate
+from pdjax.server.openai_fields import NEUTRAL as openai_neutral
+from pdjax.server.openapi import Operation, document
 from pdjax.server.parse import read
 from pdjax.server.sampling import SamplingFields
 from pdjax.server.service import Service
-from pdjax.web import ExchangeRoute, HttpError, encode_json, error_payload
+from pdjax.web import Exchange, ExchangeRoute, HttpError, encode_json, error_payload
 
 GENERATION_CHECK_SECONDS = 20.0
 
@@ -51,30 +58,78 @@ class DetokenizeRequest(msgspec.Struct):
     skip_special_tokens: bool = True
 
 
+Neutral = dict[str, tuple[Any, ...]]
+Handle = Callable[[Service, Request], Awaitable[Response]]
+Generation = Callable[[Service, Exchange, bytes], Awaitable[None]]
+
+
 def make_app(service: Service) -> Starlette:
     """The ASGI application."""
+    described = document(operations(), also=[SamplingFields], version=version())
+
+    async def openapi(_: Request) -> Response:
+        return json_response(described)
+
     routes = [
-        Route(path, ExchangeRoute(partial(handle, service), service.metrics.request), methods=["POST"])
-        for path, handle in (("/generate", generate), ("/v1/completions", completions), ("/v1/chat/completions", chat))
+        Route(path, ExchangeRoute(partial(handle, service), service.metrics.request), methods=[operation.method])
+        for operation, handle in _generations()
+        for path in operation.paths
     ]
     routes += [
-        Route(path, _endpoint(handle, service), methods=[method])
-        for method, paths, handle in (
-            ("GET", ["/health"], _health),
-            ("GET", ["/health_generate"], _health_generate),
-            ("GET", ["/v1/models"], _models),
-            ("GET", ["/server_info", "/get_server_info"], _server_info),
-            ("GET", ["/model_info", "/get_model_info"], _model_info),
-            ("GET", ["/get_load"], _load),
-            ("GET", ["/metrics"], _metrics),
-            ("POST", ["/flush_cache"], _flush_cache),
-            ("POST", ["/abort_request"], _abort_request),
-            ("POST", ["/tokenize"], _tokenize),
-            ("POST", ["/detokenize"], _detokenize),
-        )
-        for path in paths
+        Route(path, _endpoint(handle, service), methods=[operation.method])
+        for operation, handle in _others()
+        for path in operation.paths
     ]
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
     return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+
+
+def operations() -> list[Operation]:
+    """All routes, as the OpenAPI document tells of them."""
+    return [*(each for each, _ in _generations()), *(each for each, _ in _others())]
+
+
+def _generations() -> list[tuple[Operation, Generation]]:
+    def post(path: str, summary: str, answer: Any, body: type[msgspec.Struct], neutral: Neutral) -> Operation:
+        return Operation("POST", (path,), summary, answer, body, streams=True, neutral=neutral)
+
+    native = answers.GenerateAnswer | list[answers.GenerateAnswer]
+    return [
+        (post("/generate", "SGLang's own", native, GenerateRequest, native_neutral), generate),
+        (
+            post(
+                "/v1/completions",
+                "OpenAI's completions",
+                answers.CompletionAnswer,
+                CompletionRequest,
+                openai_neutral | completion_neutral,
+            ),
+            completions,
+        ),
+        (
+            post(
+                "/v1/chat/completions", "OpenAI's chats", answers.ChatAnswer, ChatRequest, openai_neutral | chat_neutral
+            ),
+            chat,
+        ),
+    ]
+
+
+def _others() -> list[tuple[Operation, Handle]]:
+    info = answers.ServerInfo
+    return [
+        (Operation("GET", ("/health",), "200 if the scheduler answers"), _health),
+        (Operation("GET", ("/health_generate",), "200 if a token can be made"), _health_generate),
+        (Operation("GET", ("/v1/models",), "the served model", answers.ModelList), _models),
+        (Operation("GET", ("/server_info", "/get_server_info"), "what this instance is", info), _server_info),
+        (Operation("GET", ("/model_info", "/get_model_info"), "what is served", answers.ModelInfo), _model_info),
+        (Operation("GET", ("/get_load",), "load by scheduler", list[answers.Load]), _load),
+        (Operation("GET", ("/metrics",), "Prometheus' text format"), _metrics),
+        (Operation("POST", ("/flush_cache",), "drop the prefix cache"), _flush_cache),
+        (Operation("POST", ("/abort_request",), "stop a request", answers.Aborted, AbortRequest), _abort_request),
+        (Operation("POST", ("/tokenize",), "text to ids", answers.Tokenized, TokenizeRequest), _tokenize),
+        (Operation("POST", ("/detokenize",), "ids to text", answers.Detokenized, DetokenizeRequest), _detokenize),
+    ]
 
 
 def version() -> str:
@@ -130,9 +185,7 @@ async def _health_generate(service: Service, request: Request) -> Response:
     if instance.role != "unified":
         return await _health(service, request)
     greedy = SamplingFields(max_new_tokens=1, temperature=0, ignore_eos=True)
-    jobs = make_jobs(
-        instance, [[0]], [greedy], rids=[new_rid("health")], bootstrap=Bootstrap(), default_max=1
-    )  # fmt: skip
+    jobs = make_jobs(instance, [Ask([0], new_rid("health"), greedy)], bootstrap=Bootstrap(), default_max=1)
     try:
         with service.run(jobs) as run:
             async with asyncio.timeout(GENERATION_CHECK_SECONDS):
@@ -195,8 +248,9 @@ async def _metrics(service: Service, _: Request) -> Response:
 
 
 async def _flush_cache(service: Service, _: Request) -> Response:
-    service.leader.check()
-    return Response("Nothing to flush: no pages are kept once a request has ended.\n", media_type="text/plain")
+    flushed = await service.leader.flush()
+    held = f"; running requests hold {flushed.locked_pages}" if flushed.locked_pages else ""
+    return Response(f"Cache flushed: {flushed.freed_pages} pages are free again{held}.\n", media_type="text/plain")
 
 
 async def _abort_request(service: Service, request: Request) -> Response:

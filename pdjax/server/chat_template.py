@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdjax.server.vocabulary import VocabularyError
@@ -21,10 +21,14 @@ class ChatTemplate:
     Args:
         source: Jinja source; None, if the model has no template.
         tokens: `bos_token`, `eos_token` and other special tokens' texts that templates use.
+
+    Attributes:
+        reads_tools: whether it tells the model of tools.
     """
 
     def __init__(self, source: str | None, tokens: Mapping[str, str]) -> None:
         self._tokens = dict(tokens)
+        self.reads_tools = False
         if source is None:
             self._template = None
             return
@@ -35,6 +39,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
         try:
+            self.reads_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
             self._template = environment.from_string(source)
         except TemplateError as error:
             raise VocabularyError(f"the model's chat template is not valid: {error}") from error
@@ -55,12 +60,19 @@ class ChatTemplate:
         texts = {name: _token_text(value) for name, value in settings.items() if name.endswith("_token")}
         return cls(source, {name: text for name, text in texts.items() if text is not None})
 
-    def render(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None) -> str:
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        options: Mapping[str, Any] | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> str:
         """The prompt's text, ready for the assistant's answer.
 
         Args:
             messages: mappings with `role`, `content` and what else the template reads.
             options: further variables for the template (`chat_template_kwargs`).
+            tools: that the model may call.
 
         Raises:
             HttpError: 400, the template refuses the messages, or there is no template.
@@ -68,9 +80,19 @@ class ChatTemplate:
         if self._template is None:
             raise HttpError(400, "this model has no chat template; use /v1/completions or /generate")
         variables: dict[str, Any] = {"add_generation_prompt": True, **self._tokens, **(options or {})}
+        if tools:
+            variables["tools"] = list(tools)
         try:
             return self._template.render({**variables, "messages": messages})
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (
+            TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise HttpError(400, f"messages: the model's chat template can't render them: {error}") from error
 
 

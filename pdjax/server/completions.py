@@ -5,15 +5,20 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from pdjax.server.jobs import Job, make_jobs, new_rid
+from pdjax.server.jobs import MAX_TOP_LOGPROBS, Ask, Job, make_jobs, new_rid
+from pdjax.server.logprobs import CompletionLogprobs
 from pdjax.server.native import token_prompts
 from pdjax.server.openai_fields import CommonFields, check_common, finish_reason, meta_info, usage
+from pdjax.server.output import Output, Top
 from pdjax.server.parse import read
-from pdjax.server.run import Output, Run
+from pdjax.server.ranges import Samples, TopCount
+from pdjax.server.run import Run
 from pdjax.server.service import Service
+from pdjax.server.structured import response_grammar
 from pdjax.web import DONE, Exchange, HttpError, encode_json, event
 
 DEFAULT_MAX_TOKENS = 16
+NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
 
 
 class CompletionRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
@@ -21,8 +26,8 @@ class CompletionRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
-    logprobs: int | None = None
-    best_of: int | None = None
+    logprobs: TopCount = None
+    best_of: Samples = None
     suffix: str | None = None
 
 
@@ -33,14 +38,14 @@ async def completions(service: Service, exchange: Exchange, body: bytes) -> None
         HttpError: it can't be answered.
     """
     request = read(body, CompletionRequest)
-    check_common(request, {"best_of": (1,), "suffix": ("",)})
-    if request.logprobs is not None and not 0 <= request.logprobs <= 1:
-        raise HttpError(400, f"logprobs: {request.logprobs}; only those of the chosen tokens are given yet: 0 or 1")
-    if request.echo and request.logprobs is not None:
-        raise HttpError(400, "logprobs: those of the prompt are not given yet; leave out echo or logprobs")
+    check_common(request, NEUTRAL)
+    if request.logprobs is not None and not 0 <= request.logprobs <= MAX_TOP_LOGPROBS:
+        raise HttpError(400, f"logprobs must lie in 0..{MAX_TOP_LOGPROBS}, not {request.logprobs}")
+    if request.best_of is not None and request.best_of != (request.n or 1):
+        raise HttpError(400, f"best_of: only the same as n ({request.n or 1}) is supported, not {request.best_of}")
     service.check_model(request.model)
     jobs, echoes = await _jobs(service, request)
-    answer = _Answer(service, request, echoes)
+    answer = _Answer(service, request, [echoes[job.prompt] for job in jobs])
     with service.run(jobs) as run:
         if request.stream and service.leader.role != "prefill":
             await answer.stream(exchange, run)
@@ -49,21 +54,29 @@ async def completions(service: Service, exchange: Exchange, body: bytes) -> None
 
 
 async def _jobs(service: Service, request: CompletionRequest) -> tuple[list[Job], list[str]]:
-    """The jobs, and the text that each answer starts with."""
+    """The jobs, and the text that the answers to each prompt start with."""
     prompts = await _prompts(service, request.prompt)
     rids = request.rid if isinstance(request.rid, list) else [f"{request.rid or new_rid('cmpl')}"]
     if len(rids) == 1 and len(prompts) > 1:
         rids = [f"{rids[0]}_{i}" for i in range(len(prompts))]
     if len(rids) != len(prompts):
         raise HttpError(400, f"rid: a list of {len(rids)} for {len(prompts)} prompts; give one each")
+    sampling, grammar = request.sampling(request.max_tokens), response_grammar(request.response_format)
+    asks = [
+        Ask(
+            ids,
+            rid,
+            sampling,
+            grammar=grammar,
+            top_logprobs=request.logprobs or 0,
+            prompt_logprobs=bool(request.echo) and request.logprobs is not None,
+            priority=request.priority,
+            deadline_s=request.deadline_s,
+        )
+        for ids, rid in zip(prompts, rids, strict=True)
+    ]
     jobs = make_jobs(
-        service.instance,
-        prompts,
-        [request.sampling(request.max_tokens)] * len(prompts),
-        rids=rids,
-        bootstrap=request.bootstrap,
-        default_max=DEFAULT_MAX_TOKENS,
-        max_name="max_tokens",
+        service.instance, asks, bootstrap=request.bootstrap, default_max=DEFAULT_MAX_TOKENS, max_name="max_tokens"
     )
     if not request.echo:
         return jobs, [""] * len(prompts)
@@ -86,13 +99,14 @@ async def _prompts(service: Service, prompt: str | list[str | int | list[int]] |
 
 
 class _Answer:
-    """The two forms of an answer."""
+    """The two forms of an answer. `echoes` are the texts that the choices start with."""
 
     def __init__(self, service: Service, request: CompletionRequest, echoes: list[str]) -> None:
-        self._service = service
-        self._request = request
+        self._wants_usage = request.wants_usage
         self._echoes = echoes
-        self._offsets = [len(echo) for echo in echoes]
+        self._logprobs = None
+        if request.logprobs is not None:
+            self._logprobs = CompletionLogprobs(service.vocabulary, top=request.logprobs)
         self._head: dict[str, Any] = {
             "id": new_rid("cmpl"),
             "object": "text_completion",
@@ -103,47 +117,63 @@ class _Answer:
     def whole(self, outputs: list[Output]) -> dict[str, Any]:
         """The answer in one piece."""
         choices = [
-            self._choice(output, self._echoes[output.index] + output.text, output.token_ids, output.logprobs)
+            self._choice(output, output.text, output.token_ids, output.logprobs, output.top_logprobs)
             for output in outputs
         ]
         return self._head | {"choices": choices, "usage": usage(outputs), "meta_info": meta_info(outputs)}
 
     async def stream(self, exchange: Exchange, run: Run) -> None:
         """The answer as it comes."""
-        unsaid = dict(enumerate(self._echoes))
+        begun: set[int] = set()
         while not run.done:
             delta = await run.next()
             if not exchange.status:
                 await exchange.begin(200)
             output = delta.output
-            text = unsaid.pop(output.index, "") + delta.text
-            if text or output.finish is not None or self._request.logprobs is not None:
-                choice = self._choice(output, text, delta.token_ids, delta.logprobs)
+            first = output.index not in begun
+            begun.add(output.index)
+            if delta.text or output.finish is not None or self._logprobs or (first and self._echoes[output.index]):
+                choice = self._choice(
+                    output, delta.text, delta.token_ids, delta.logprobs, delta.top_logprobs, first=first
+                )
                 await exchange.write(event(self._head | {"choices": [choice]}))
-        if self._request.wants_usage:
+        if self._wants_usage:
             last = {"choices": [], "usage": usage(run.outputs), "meta_info": meta_info(run.outputs)}
             await exchange.write(event(self._head | last))
         await exchange.end(DONE)
 
-    def _choice(self, output: Output, text: str, token_ids: list[int], logprobs: list[float]) -> dict[str, Any]:
+    def _choice(
+        self,
+        output: Output,
+        text: str,
+        token_ids: list[int],
+        logprobs: list[float],
+        top: list[Top],
+        *,
+        first: bool = True,
+    ) -> dict[str, Any]:
         return {
             "index": output.index,
-            "text": text,
-            "logprobs": None if self._request.logprobs is None else self._logprobs(output, token_ids, logprobs),
+            "text": (self._echoes[output.index] if first else "") + text,
+            "logprobs": self._piece(output, token_ids, logprobs, top, first=first),
             "finish_reason": finish_reason(output),
             "matched_stop": (output.finish or {}).get("matched"),
         }
 
-    def _logprobs(self, output: Output, token_ids: list[int], logprobs: list[float]) -> dict[str, Any]:
-        tokens = [self._service.vocabulary.token_text(token) for token in token_ids]
-        offsets = []
-        for token in tokens:
-            offsets.append(self._offsets[output.index])
-            self._offsets[output.index] += len(token)
-        top = [{token: logprob} for token, logprob in zip(tokens, logprobs, strict=True)]
-        return {
-            "tokens": tokens,
-            "token_logprobs": logprobs,
-            "top_logprobs": top if self._request.logprobs else None,
-            "text_offset": offsets,
-        }
+    def _piece(
+        self, output: Output, token_ids: list[int], logprobs: list[float], top: list[Top], *, first: bool
+    ) -> dict[str, Any] | None:
+        """Log-probabilities of a choice's next tokens; the first piece begins with those of the echoed prompt."""
+        if self._logprobs is None:
+            return None
+        if not first:
+            return self._logprobs.piece(output.index, token_ids, logprobs, top)
+        if not output.prompt_logprobs:
+            self._logprobs.begin_at(output.index, len(self._echoes[output.index]))
+            return self._logprobs.piece(output.index, token_ids, logprobs, top)
+        return self._logprobs.piece(
+            output.index,
+            [*output.job.generate.input_ids, *token_ids],
+            [*output.prompt_logprobs, *logprobs],
+            [*output.prompt_top_logprobs, *top] if top else [],
+        )

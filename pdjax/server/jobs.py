@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from pdjax import wire
 from pdjax.server.sampling import SamplingFields, TextRules, check_sampling, for_engine, text_rules
 from pdjax.web import HttpError
 
 MAX_ROOM = 2**63 - 1
-MAX_BATCH = 1024
+MAX_BATCH = 1024  # samples of one request
+MAX_TOP_LOGPROBS = 20
 
 
 @dataclass(frozen=True)
@@ -52,11 +55,37 @@ class Bootstrap:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """One prompt and what is asked of it. `grammar` goes before the one in `sampling`."""
+
+    ids: list[int]
+    rid: str
+    sampling: SamplingFields
+    grammar: wire.Grammar | None = None
+    top_logprobs: int = 0
+    prompt_logprobs: bool = False
+    priority: int | None = None
+    deadline_s: float | None = None
+
+    @property
+    def samples(self) -> int:
+        """How many answers are wanted."""
+        return self.sampling.n or 1
+
+
+@dataclass(frozen=True)
 class Job:
-    """One sample of a request."""
+    """One sample of a request.
+
+    Attributes:
+        prompt: which of the request's prompts it belongs to.
+        sample: which of that prompt's samples it is.
+    """
 
     generate: wire.Generate
     rules: TextRules
+    prompt: int = 0
+    sample: int = 0
 
     @property
     def rid(self) -> str:
@@ -66,38 +95,56 @@ class Job:
 
 def make_jobs(
     instance: Instance,
-    prompts: Sequence[list[int]],
-    sampling: Sequence[SamplingFields],
+    asks: Sequence[Ask],
     *,
-    rids: Sequence[str],
     bootstrap: Bootstrap,
     default_max: int,
     max_name: str = "max_new_tokens",
 ) -> list[Job]:
-    """One job a prompt.
+    """One job a sample, prompt by prompt. Sample i of a prompt with a seed has the seed + i.
 
     Args:
-        prompts: token ids.
-        sampling: one for each prompt.
         default_max: new tokens, if a request does not say.
         max_name: what the client calls the limit on new tokens.
 
     Raises:
         HttpError: 400, in words.
     """
-    if not 1 <= len(prompts) <= MAX_BATCH:
-        raise HttpError(400, f"a request takes 1 to {MAX_BATCH} prompts, not {len(prompts)}")
-    meetings = rendezvous(instance, bootstrap, len(prompts))
-    jobs = []
-    for i, (ids, fields) in enumerate(zip(prompts, sampling, strict=True)):
-        check_sampling(fields, vocabulary_size=instance.vocabulary_size, max_name=max_name)
-        _check_prompt(instance, ids)
-        wanted = 1 if instance.role == "prefill" else fields.max_new_tokens or default_max
-        engine = for_engine(
-            fields, max_new_tokens=min(wanted, instance.max_context - len(ids)), seed_offset=i
-        )  # fmt: skip
-        jobs.append(Job(wire.Generate(rids[i], ids, engine, meetings[i]), text_rules(fields)))
-    return jobs
+    if not 1 <= len(asks) <= MAX_BATCH:
+        raise HttpError(400, f"a request takes 1 to {MAX_BATCH} prompts, not {len(asks)}")
+    for ask in asks:
+        _check(instance, ask, max_name)
+    total = sum(ask.samples for ask in asks)
+    if total > MAX_BATCH:
+        raise HttpError(400, f"n: {total} samples of {len(asks)} prompts are over the {MAX_BATCH} of one request")
+    meetings = iter(rendezvous(instance, bootstrap, [ask.samples for ask in asks]))
+    return [
+        _job(instance, ask, prompt, sample, next(meetings), default_max)
+        for prompt, ask in enumerate(asks)
+        for sample in range(ask.samples)
+    ]
+
+
+def _job(
+    instance: Instance, ask: Ask, prompt: int, sample: int, meeting: wire.Rendezvous | None, default_max: int
+) -> Job:
+    wanted = 1 if instance.role == "prefill" else ask.sampling.max_new_tokens or default_max
+    engine = for_engine(
+        ask.sampling, max_new_tokens=min(wanted, instance.max_context - len(ask.ids)), seed_offset=sample
+    )
+    if ask.grammar is not None:
+        engine = msgspec.structs.replace(engine, grammar=ask.grammar)
+    generate = wire.Generate(
+        ask.rid if ask.samples == 1 else f"{ask.rid}-{sample}",
+        ask.ids,
+        engine,
+        meeting,
+        top_logprobs=ask.top_logprobs,
+        prompt_logprobs=ask.prompt_logprobs,
+        priority=ask.priority or 0,
+        deadline_s=ask.deadline_s,
+    )
+    return Job(generate, text_rules(ask.sampling), prompt, sample)
 
 
 def new_rid(prefix: str) -> str:
@@ -105,14 +152,18 @@ def new_rid(prefix: str) -> str:
     return f"{prefix}-{uuid.uuid4().hex}"
 
 
-def rendezvous(instance: Instance, bootstrap: Bootstrap, count: int) -> list[wire.Rendezvous] | list[None]:
-    """Where each of a request's `count` samples meets its other half. Sample i of a single room r has room r + i.
+def rendezvous(instance: Instance, bootstrap: Bootstrap, samples: Sequence[int]) -> Sequence[wire.Rendezvous | None]:
+    """Where each sample meets its other half; `samples` are their numbers by prompt.
+
+    Both halves of a request derive the same rooms from the same body: a single room r stands for r, r + 1... over all
+    samples; one room a prompt stands for r, r + 1... over that prompt's samples; one room a sample stands for itself.
 
     Raises:
         HttpError: 400, what is needed is missing or out of range.
     """
+    total = sum(samples)
     if instance.role == "unified":
-        return [None] * count
+        return [None] * total
     if bootstrap.room is None:
         raise HttpError(
             400,
@@ -120,11 +171,13 @@ def rendezvous(instance: Instance, bootstrap: Bootstrap, count: int) -> list[wir
             "send requests to the router in front of it",
         )
     if isinstance(bootstrap.room, list):
-        rooms = _each("bootstrap_room", bootstrap.room, count)
+        first = _each("bootstrap_room", bootstrap.room, samples)
+        steps = [i for n in samples for i in range(n)] if len(bootstrap.room) != total else [0] * total
+        rooms = [room + step for room, step in zip(first, steps, strict=True)]
     else:
-        rooms = [bootstrap.room + i for i in range(count)]
-    hosts = _each("bootstrap_host", bootstrap.host, count)
-    ports = _each("bootstrap_port", bootstrap.port, count)
+        rooms = [bootstrap.room + i for i in range(total)]
+    hosts = _each("bootstrap_host", bootstrap.host, samples)
+    ports = _each("bootstrap_port", bootstrap.port, samples)
     return [_meeting(instance, *each) for each in zip(hosts, ports, rooms, strict=True)]
 
 
@@ -142,12 +195,29 @@ def _meeting(instance: Instance, host: str | None, port: int | None, room: int) 
     return wire.Rendezvous(host, port, room)
 
 
-def _each(name: str, value: Any, count: int) -> list[Any]:
+def _each(name: str, value: Any, samples: Sequence[int]) -> list[Any]:
+    """One value a sample, from one for all, one a prompt, or one a sample."""
+    total = sum(samples)
     if not isinstance(value, list):
-        return [value] * count
-    if len(value) != count:
-        raise HttpError(400, f"{name}: a list of {len(value)} for {count} prompts; give one each, or one for all")
-    return value
+        return [value] * total
+    if len(value) == total:
+        return value
+    if len(value) == len(samples):
+        return [each for each, n in zip(value, samples, strict=True) for _ in range(n)]
+    raise HttpError(400, f"{name}: a list of {len(value)} for {len(samples)} prompts; give one each, or one for all")
+
+
+def _check(instance: Instance, ask: Ask, max_name: str) -> None:
+    check_sampling(ask.sampling, vocabulary_size=instance.vocabulary_size, max_name=max_name)
+    if ask.grammar is not None and for_engine(ask.sampling, max_new_tokens=1).grammar is not None:
+        raise HttpError(400, "an answer can follow one grammar only, and the request gives two")
+    if not 0 <= ask.top_logprobs <= MAX_TOP_LOGPROBS:
+        raise HttpError(400, f"top log-probabilities: 0 to {MAX_TOP_LOGPROBS} can be told, not {ask.top_logprobs}")
+    if ask.priority is not None and not -(2**31) <= ask.priority < 2**31:
+        raise HttpError(400, f"priority must fit in 32 bits, which {ask.priority} does not")
+    if ask.deadline_s is not None and not ask.deadline_s > 0:
+        raise HttpError(400, f"deadline_s must be above 0 seconds, not {ask.deadline_s:g}")
+    _check_prompt(instance, ask.ids)
 
 
 def _check_prompt(instance: Instance, ids: list[int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,6 +73,8 @@ class Leader:
         self._queries = 0
         self._query: asyncio.Future[dict[str, float]] | None = None
         self._stats: tuple[float, dict[str, float]] | None = None
+        self._flushes = 0
+        self._flushing: dict[int, asyncio.Future[wire.Flushed]] = {}
 
     @classmethod
     async def connect(cls, path: Path) -> Leader:
@@ -123,6 +126,9 @@ class Leader:
         if self._query is not None and not self._query.done():
             self._query.set_exception(HttpError(503, reason))
             self._query.exception()  # seen here, in case nobody waits for it
+        for flushed in self._flushing.values():
+            if not flushed.done():
+                flushed.set_exception(HttpError(503, reason))
         self._writer.close()
 
     def submit(self, requests: Sequence[wire.Generate]) -> Inbox:
@@ -154,12 +160,13 @@ class Leader:
     def abort_matching(self, rid: str | None, reason: str) -> int:
         """Stop the request with this id, or all, on demand of another client; their own clients are told.
 
-        A batch with the id `r` has the ids `r_0`, `r_1`...
+        A batch with the id `r` has the ids `r_0`, `r_1`...; several samples of a prompt have `r-0`, `r-1`...
 
         Returns:
             How many were stopped.
         """
-        rids = [each for each in self._inboxes if rid is None or each == rid or each.startswith(f"{rid}_")]
+        parts = re.compile(rf"{re.escape(rid or '')}(_\d+)?(-\d+)?")
+        rids = [each for each in self._inboxes if rid is None or parts.fullmatch(each)]
         for each in rids:
             inbox = self._inboxes[each]
             inbox.put(wire.Tokens(each, [], [], finish_reason="abort"))
@@ -185,6 +192,25 @@ class Leader:
         except TimeoutError as error:
             raise HttpError(503, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
 
+    async def flush(self) -> wire.Flushed:
+        """Have the engine drop its prefix cache.
+
+        Raises:
+            HttpError: 503, it is not ready, has ended, or does not answer within `STATS_SECONDS`.
+        """
+        self.check()
+        self._flushes += 1
+        number = self._flushes
+        flushed = self._flushing[number] = asyncio.get_running_loop().create_future()
+        self._send(wire.Flush(number))
+        try:
+            async with asyncio.timeout(STATS_SECONDS):
+                return await flushed
+        except TimeoutError as error:
+            raise HttpError(503, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
+        finally:
+            del self._flushing[number]
+
     def _send(self, message: wire.ToLeader) -> None:
         if not self._writer.is_closing():
             self._writer.write(wire.encode(message))
@@ -197,6 +223,10 @@ class Leader:
                 self._stats = (time.monotonic(), message.values)
                 if self._query is not None and message.id == self._queries and not self._query.done():
                     self._query.set_result(message.values)
+            case wire.Flushed():
+                flushed = self._flushing.get(message.id)
+                if flushed is not None and not flushed.done():
+                    flushed.set_result(message)
             case wire.Tokens():
                 inbox = self._inboxes.get(message.rid)
                 if inbox is not None:

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
-    from pdjax.server.run import Output
+    from pdjax.server.output import Output
 
 _FIRST = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30, 60, 120)
 _BETWEEN = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
@@ -66,7 +66,8 @@ class Metrics:
         now = time.monotonic()
         self._generated.inc(count)
         if output.last_token is None:
-            self._prompt.inc(output.prompt_tokens)
+            if output.job.sample == 0:
+                self._prompt.inc(output.prompt_tokens)
             self._first.observe(now - output.started)
         else:
             for _ in range(count):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
-from pdjax.server.jobs import Bootstrap, Job, make_jobs, new_rid
+from pdjax.server.jobs import Ask, Bootstrap, make_jobs, new_rid
+from pdjax.server.logprobs import NativeLogprobs
+from pdjax.server.output import Output
 from pdjax.server.parse import convert, read, refuse_unsupported
-from pdjax.server.run import Output, Run
+from pdjax.server.ranges import Priority, Seconds
+from pdjax.server.run import Run
 from pdjax.server.sampling import SamplingFields
 from pdjax.server.service import Service
 from pdjax.web import DONE, Exchange, HttpError, encode_json, event
 
 DEFAULT_MAX_TOKENS = 128
 
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[Any, ...]] = {
     "input_embeds": ([],),
     "image_data": ([],),
     "video_data": ([],),
@@ -23,10 +26,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
     "session_params": (),
     "custom_logit_processor": (),
-    "top_logprobs_num": (0,),
     "token_ids_logprob": ([],),
     "return_hidden_states": (False,),
 }
+
+
+# Read in a second step, which knows the nearest right name of a wrong one; documented by its own schema all the same.
+_SAMPLING_SCHEMA = {"$ref": "#/components/schemas/SamplingFields"}
+_SAMPLING = msgspec.Meta(
+    extra_json_schema={
+        "anyOf": [_SAMPLING_SCHEMA, {"type": "array", "items": _SAMPLING_SCHEMA}, {"type": "null"}],
+    }
+)
 
 
 class GenerateRequest(msgspec.Struct):
@@ -34,9 +45,14 @@ class GenerateRequest(msgspec.Struct):
 
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
-    sampling_params: dict[str, Any] | list[dict[str, Any]] | None = None
+    sampling_params: Annotated[dict[str, Any] | list[dict[str, Any]] | None, _SAMPLING] = None
     stream: bool | None = None
-    return_logprob: bool | None = None
+    return_logprob: bool | list[bool] | None = None
+    logprob_start_len: int | list[int] | None = None
+    top_logprobs_num: int | list[int] | None = None
+    return_text_in_logprobs: bool | None = None
+    priority: Priority = None
+    deadline_s: Seconds = None
     rid: str | list[str] | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
@@ -48,7 +64,6 @@ class GenerateRequest(msgspec.Struct):
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
-    top_logprobs_num: Any = None
     token_ids_logprob: Any = None
     return_hidden_states: Any = None
 
@@ -60,17 +75,24 @@ async def generate(service: Service, exchange: Exchange, body: bytes) -> None:
         HttpError: it can't be answered.
     """
     request = read(body, GenerateRequest)
-    batch, jobs = await _jobs(service, request)
-    logprobs = bool(request.return_logprob)
+    batch, asks, shown = await _asks(service, request)
+    jobs = make_jobs(
+        service.instance,
+        asks,
+        bootstrap=Bootstrap(request.bootstrap_host, request.bootstrap_port, request.bootstrap_room),
+        default_max=DEFAULT_MAX_TOKENS,
+    )
+    several = batch or len(jobs) > 1
+    logprobs = [shown[job.prompt] for job in jobs]
     with service.run(jobs) as run:
         if request.stream and service.leader.role != "prefill":
-            await _stream(exchange, run, batch=batch, logprobs=logprobs)
+            await _stream(exchange, run, several=several, logprobs=logprobs)
         else:
-            answers = [answer(output, logprobs=logprobs) for output in await run.finish()]
-            await exchange.answer(200, encode_json(answers if batch else answers[0]))
+            answers = [answer(output, logprobs[output.index]) for output in await run.finish()]
+            await exchange.answer(200, encode_json(answers if several else answers[0]))
 
 
-def answer(output: Output, *, logprobs: bool) -> dict[str, Any]:
+def answer(output: Output, logprobs: NativeLogprobs | None) -> dict[str, Any]:
     """A sample as SGLang shows it: text and ids from the start, and what is known about it."""
     meta: dict[str, Any] = {
         "id": output.job.rid,
@@ -80,45 +102,74 @@ def answer(output: Output, *, logprobs: bool) -> dict[str, Any]:
         "cached_tokens": output.cached_tokens,
         "e2e_latency": output.seconds,
     }
-    if logprobs:
-        meta["input_token_logprobs"] = []
-        meta["output_token_logprobs"] = [
-            (logprob, token, None) for logprob, token in zip(output.logprobs, output.token_ids, strict=True)
-        ]
+    if logprobs is not None:
+        meta |= logprobs.fields(output)
     if output.timeline is not None:
         meta["timeline"] = output.timeline
     return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 
 
-async def _stream(exchange: Exchange, run: Run, *, batch: bool, logprobs: bool) -> None:
+async def _stream(exchange: Exchange, run: Run, *, several: bool, logprobs: list[NativeLogprobs | None]) -> None:
     while not run.done:
         delta = await run.next()
         if not exchange.status:
             await exchange.begin(200)
-        piece = answer(delta.output, logprobs=logprobs)
-        await exchange.write(event(piece | {"index": delta.output.index} if batch else piece))
+        piece = answer(delta.output, logprobs[delta.output.index])
+        await exchange.write(event(piece | {"index": delta.output.index} if several else piece))
     await exchange.end(DONE)
 
 
-async def _jobs(service: Service, request: GenerateRequest) -> tuple[bool, list[Job]]:
-    refuse_unsupported(request, _NEUTRAL)
+async def _asks(service: Service, request: GenerateRequest) -> tuple[bool, list[Ask], list[NativeLogprobs | None]]:
+    """Whether prompts came in a list, what is asked of each, and how its log-probabilities are shown."""
+    refuse_unsupported(request, NEUTRAL)
     batch, prompts = await _prompts(service, request)
     count = len(prompts)
-    params = request.sampling_params or {}
-    if isinstance(params, list):
-        if len(params) != count:
-            raise HttpError(400, f"sampling_params: a list of {len(params)} for {count} prompts; give one each")
-        sampling = [convert(each, SamplingFields, inside=f"sampling_params[{i}]") for i, each in enumerate(params)]
-    else:
-        sampling = [convert(params, SamplingFields, inside="sampling_params")] * count
-    return batch, make_jobs(
-        service.instance,
-        prompts,
-        sampling,
-        rids=_rids(request.rid, count, batch=batch),
-        bootstrap=Bootstrap(request.bootstrap_host, request.bootstrap_port, request.bootstrap_room),
-        default_max=DEFAULT_MAX_TOKENS,
-    )
+    sampling = _sampling(request.sampling_params or {}, count)
+    rids = _rids(request.rid, count, batch=batch)
+    wanted = _each("return_logprob", request.return_logprob, count)
+    starts = _each("logprob_start_len", request.logprob_start_len, count)
+    tops = _each("top_logprobs_num", request.top_logprobs_num, count)
+    asks: list[Ask] = []
+    shown: list[NativeLogprobs | None] = []
+    for i, ids in enumerate(prompts):
+        start, top = (starts[i], tops[i] or 0) if wanted[i] else (None, 0)
+        start = None if start == -1 else start
+        if start is not None and not 0 <= start < max(1, len(ids)):
+            raise HttpError(
+                400, f"logprob_start_len must lie in -1..{len(ids) - 1} for a prompt of {len(ids)} tokens, not {start}"
+            )
+        # Routers put the prefill half's in front of the decode half's, which tells all of them.
+        show_from = None if service.leader.role == "prefill" else start
+        texts = bool(request.return_text_in_logprobs)
+        shown.append(NativeLogprobs(service.vocabulary, start=show_from, top=top, texts=texts) if wanted[i] else None)
+        asks.append(
+            Ask(
+                ids,
+                rids[i],
+                sampling[i],
+                top_logprobs=top,
+                prompt_logprobs=start is not None,
+                priority=request.priority,
+                deadline_s=request.deadline_s,
+            )
+        )
+    return batch, asks, shown
+
+
+def _sampling(params: dict[str, Any] | list[dict[str, Any]], count: int) -> list[SamplingFields]:
+    if not isinstance(params, list):
+        return [convert(params, SamplingFields, inside="sampling_params")] * count
+    if len(params) != count:
+        raise HttpError(400, f"sampling_params: a list of {len(params)} for {count} prompts; give one each")
+    return [convert(each, SamplingFields, inside=f"sampling_params[{i}]") for i, each in enumerate(params)]
+
+
+def _each(name: str, value: Any, count: int) -> list[Any]:
+    if not isinstance(value, list):
+        return [value] * count
+    if len(value) != count:
+        raise HttpError(400, f"{name}: a list of {len(value)} for {count} prompts; give one each, or one for all")
+    return value
 
 
 async def _prompts(service: Service, request: GenerateRequest) -> tuple[bool, list[list[int]]]:

@@ -8,21 +8,27 @@ from typing import Any, Literal
 import msgspec
 
 from pdjax.server.jobs import Bootstrap
+from pdjax.server.output import Output
 from pdjax.server.parse import refuse_unsupported
-from pdjax.server.run import Output
+from pdjax.server.ranges import (
+    AtLeastOne,
+    AtLeastZero,
+    MinP,
+    Penalty,
+    Priority,
+    Repetition,
+    Samples,
+    Seconds,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
 from pdjax.server.sampling import SamplingFields
+from pdjax.server.structured import ResponseFormat
 from pdjax.web import HttpError
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
-    "response_format": ({"type": "text"},),
     "lora_path": (),
     "session_params": (),
     "custom_logit_processor": (),
@@ -44,31 +50,31 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """Fields of both routes: OpenAI's, SGLang's additions, and those that routers add."""
 
     model: str | None = None
-    max_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
+    max_tokens: AtLeastOne = None
+    temperature: Temperature = None
+    top_p: TopP = None
     stop: str | list[str] | None = None
-    seed: int | None = None
+    seed: Seed = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
     metadata: Any = None
-    n: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    logit_bias: Any = None
-    response_format: Any = None
-    top_k: int | None = None
-    min_p: float | None = None
-    min_tokens: int | None = None
-    repetition_penalty: float | None = None
+    n: Samples = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    logit_bias: dict[str, float] | None = None
+    response_format: ResponseFormat | None = None
+    top_k: TopK = None
+    min_p: MinP = None
+    min_tokens: AtLeastZero = None
+    repetition_penalty: Repetition = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     rid: str | list[str] | None = None
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
@@ -82,7 +88,8 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     return_routed_experts: Any = None
     cache_salt: Any = None
     extra_key: Any = None
-    priority: int | None = None
+    priority: Priority = None
+    deadline_s: Seconds = None
 
     @property
     def wants_usage(self) -> bool:
@@ -109,6 +116,14 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             skip_special_tokens=self.skip_special_tokens,
             no_stop_trim=self.no_stop_trim,
             seed=self.seed,
+            n=self.n,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=self.logit_bias,
+            json_schema=self.json_schema,
+            regex=self.regex,
+            ebnf=self.ebnf,
         )
 
 
@@ -125,10 +140,11 @@ def finish_reason(output: Output) -> str | None:
 
 
 def usage(outputs: Sequence[Output]) -> dict[str, Any]:
-    """Token counts of all samples."""
-    prompt = sum(output.prompt_tokens for output in outputs)
+    """Token counts of all samples; a prompt counts once, however many samples it has."""
+    first = [output for output in outputs if output.job.sample == 0]
+    prompt = sum(output.prompt_tokens for output in first)
     completion = sum(len(output.token_ids) for output in outputs)
-    cached = sum(output.cached_tokens for output in outputs)
+    cached = sum(output.cached_tokens for output in first)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,

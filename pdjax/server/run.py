@@ -1,59 +1,17 @@
-"""Runs the samples of one HTTP request: frames from the leader become text, stop strings are found, ends noted."""
+"""Runs the samples of one HTTP request: frames from the leader become text, until all samples have ended."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import partial
 from types import TracebackType
-from typing import Any
 
-from pdjax import wire
-from pdjax.server.detokenize import Detokenizer
 from pdjax.server.jobs import Job
 from pdjax.server.leader import Inbox, Leader
 from pdjax.server.metrics import Metrics
-from pdjax.server.stop import StopFinder
+from pdjax.server.output import Delta, Output, SampleText
 from pdjax.server.vocabulary import Vocabulary
-
-
-@dataclass
-class Output:
-    """What a sample has given so far. `finish` is its `finish_reason`, once it has ended."""
-
-    index: int
-    job: Job
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
-    finish: dict[str, Any] | None = None
-    timeline: dict[str, float] | None = None
-    started: float = field(default_factory=time.monotonic)
-    ended: float | None = None
-    last_token: float | None = None
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.job.generate.input_ids)
-
-    @property
-    def seconds(self) -> float:
-        """Time since the request was sent to the engine, until its end."""
-        return (self.ended or time.monotonic()) - self.started
-
-
-@dataclass(frozen=True)
-class Delta:
-    """What is new in `output`: text, which may be empty, and tokens."""
-
-    output: Output
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
 
 
 class Run:
@@ -67,7 +25,7 @@ class Run:
         self.outputs = [Output(i, job) for i, job in enumerate(jobs)]
         self._leader = leader
         self._metrics = metrics
-        self._texts = {output.job.rid: _Text(output, vocabulary) for output in self.outputs}
+        self._texts = {output.job.rid: SampleText(output, vocabulary) for output in self.outputs}
         self._running = len(jobs)
         self._inbox: Inbox
 
@@ -118,46 +76,3 @@ class Run:
         while not self.done:
             await self.next()
         return self.outputs
-
-
-class _Text:
-    """One sample's way from tokens to text."""
-
-    def __init__(self, output: Output, vocabulary: Vocabulary) -> None:
-        self.output = output
-        rules = output.job.rules
-        self._detokenizer = Detokenizer(partial(vocabulary.decode, skip_special=rules.skip_special_tokens))
-        self._stop = StopFinder(rules.stop, keep=rules.no_stop_trim)
-
-    def add(self, frame: wire.Tokens) -> Delta:
-        """Take a frame; sets `output.finish` at the end."""
-        output, rules = self.output, self.output.job.rules
-        output.token_ids += frame.token_ids
-        output.logprobs += frame.logprobs
-        output.cached_tokens = frame.cached_tokens or output.cached_tokens
-        output.timeline = frame.timeline or output.timeline
-        shown = frame.token_ids
-        if frame.matched is not None and shown and not rules.no_stop_trim:
-            shown = shown[:-1]
-        piece = self._detokenizer.add(shown)
-        if frame.finish_reason is not None:
-            piece += self._detokenizer.finish()
-        if len(output.token_ids) > output.job.generate.sampling.min_new_tokens:
-            piece = self._stop.add(piece)
-        if self._stop.matched is not None:
-            output.finish = {"type": "stop", "matched": self._stop.matched}
-        elif frame.finish_reason is not None:
-            piece += self._stop.finish()
-            output.finish = _finish(frame, len(output.token_ids))
-        output.text += piece
-        return Delta(output, piece, frame.token_ids, frame.logprobs)
-
-
-def _finish(frame: wire.Tokens, tokens: int) -> dict[str, Any]:
-    match frame.finish_reason:
-        case "stop":
-            return {"type": "stop", "matched": frame.matched}
-        case "abort":
-            return {"type": "abort", "message": "aborted by /abort_request"}
-        case _:
-            return {"type": "length", "length": tokens}

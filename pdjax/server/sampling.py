@@ -9,52 +9,60 @@ import msgspec
 
 from pdjax import wire
 from pdjax.server.parse import refuse_unsupported
+from pdjax.server.ranges import (
+    AtLeastOne,
+    AtLeastZero,
+    MinP,
+    Penalty,
+    Repetition,
+    Samples,
+    Seed,
+    Temperature,
+    TopK,
+    TopP,
+)
+from pdjax.server.structured import grammar
 from pdjax.web import HttpError
 
 MAX_STOPS = 16
+MAX_SAMPLES = 128  # of one prompt
+MAX_BIAS = 100.0
+MAX_REPETITION = 10.0
 MAX_INT32 = 2**31 - 1
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     """`sampling_params` of ``/generate``, and what the OpenAI routes are translated to. None is the default."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
+    max_new_tokens: AtLeastOne = None
+    min_new_tokens: AtLeastZero = None
+    temperature: Temperature = None
+    top_p: TopP = None
+    top_k: TopK = None
+    min_p: MinP = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
     no_stop_trim: bool | None = None
-    sampling_seed: int | None = None
-    seed: int | None = None
-    n: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    json_schema: Any = None
-    regex: Any = None
-    ebnf: Any = None
+    sampling_seed: Seed = None
+    seed: Seed = None
+    n: Samples = None
+    frequency_penalty: Penalty = None
+    presence_penalty: Penalty = None
+    repetition_penalty: Repetition = None
+    logit_bias: dict[str, float] | None = None
+    json_schema: str | dict[str, Any] | bool | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     structural_tag: Any = None
-    logit_bias: Any = None
     custom_params: Any = None
     stop_regex: Any = None
 
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,),
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "json_schema": (),
-    "regex": (),
-    "ebnf": (),
     "structural_tag": (),
-    "logit_bias": ({},),
     "custom_params": ({},),
     "stop_regex": ([],),
 }
@@ -75,6 +83,8 @@ def check_sampling(fields: SamplingFields, *, vocabulary_size: int, max_name: st
     `max_name` is what the client calls the limit on new tokens.
     """
     refuse_unsupported(fields, NEUTRAL)
+    if fields.n is not None and not 1 <= fields.n <= MAX_SAMPLES:
+        raise HttpError(400, f"n must lie in 1..{MAX_SAMPLES}, not {fields.n}")
     _at_least(max_name, fields.max_new_tokens, 1)
     _at_least("min_new_tokens", fields.min_new_tokens, 0)
     _at_least("temperature", fields.temperature, 0)
@@ -86,6 +96,16 @@ def check_sampling(fields: SamplingFields, *, vocabulary_size: int, max_name: st
         raise HttpError(400, f"top_k must be at least 1, or -1 or 0 for off, not {fields.top_k}")
     if fields.min_new_tokens and fields.max_new_tokens is not None and fields.min_new_tokens > fields.max_new_tokens:
         raise HttpError(400, f"min_new_tokens ({fields.min_new_tokens}) is over {max_name} ({fields.max_new_tokens})")
+    for name in ("frequency_penalty", "presence_penalty"):
+        value = getattr(fields, name)
+        if value is not None and not -2 <= value <= 2:
+            raise HttpError(400, f"{name} must lie in -2..2, not {value:g}")
+    if fields.repetition_penalty is not None and not 0 < fields.repetition_penalty <= MAX_REPETITION:
+        raise HttpError(
+            400, f"repetition_penalty must be above 0 and at most {MAX_REPETITION:g}, not {fields.repetition_penalty:g}"
+        )
+    _bias(fields.logit_bias, vocabulary_size)
+    grammar(json_schema=fields.json_schema, regex=fields.regex, ebnf=fields.ebnf)
     stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
     if len(stops) > MAX_STOPS:
         raise HttpError(400, f"stop: {len(stops)} stop strings are over the {MAX_STOPS} that are taken")
@@ -113,7 +133,7 @@ def text_rules(fields: SamplingFields) -> TextRules:
 
 
 def for_engine(fields: SamplingFields, *, max_new_tokens: int, seed_offset: int = 0) -> wire.SamplingParams:
-    """The engine's parameters for checked fields. Samples of one request differ by `seed_offset`."""
+    """The engine's parameters for checked fields. Samples of one prompt differ by `seed_offset`."""
     seed = seed_of(fields)
     top_k = fields.top_k or 0
     return wire.SamplingParams(
@@ -125,9 +145,22 @@ def for_engine(fields: SamplingFields, *, max_new_tokens: int, seed_offset: int 
         min_p=fields.min_p or 0.0,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
+        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        presence_penalty=fields.presence_penalty or 0.0,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        logit_bias=tuple((int(token), bias) for token, bias in (fields.logit_bias or {}).items()),
+        grammar=grammar(json_schema=fields.json_schema, regex=fields.regex, ebnf=fields.ebnf),
         # MessagePack integers end at 2^64; the engine uses the low bits.
         seed=None if seed is None else (seed + seed_offset) & (2**63 - 1),
     )
+
+
+def _bias(bias: dict[str, float] | None, vocabulary_size: int) -> None:
+    for token, value in (bias or {}).items():
+        if not (token.isascii() and token.isdecimal() and len(token) < 10 and int(token) < vocabulary_size):
+            raise HttpError(400, f"logit_bias: {token!r} is no token id of the vocabulary of {vocabulary_size} tokens")
+        if not -MAX_BIAS <= value <= MAX_BIAS:
+            raise HttpError(400, f"logit_bias: the value of {token} must lie in -100..100, not {value:g}")
 
 
 def _at_least(name: str, value: float | None, least: int) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
+from pdjax.server.detokenize import REPLACEMENT
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 THREAD_CHARACTERS = 8192  # longer texts are tokenised off the event loop: about 5 ms and more
 
 
@@ -48,9 +52,12 @@ class Vocabulary:
     async def encode(self, text: str, *, special: bool) -> list[int]:
         """Ids of a text. `special` adds what the model wants around a text, as a begin-of-text token."""
         if len(text) < THREAD_CHARACTERS:
-            return self._tokenizer.encode(text, add_special_tokens=special).ids
-        encoding = await asyncio.to_thread(self._tokenizer.encode, text, add_special_tokens=special)
-        return encoding.ids
+            return self.encode_now(text, special=special)
+        return await asyncio.to_thread(self.encode_now, text, special=special)
+
+    def encode_now(self, text: str, *, special: bool = True) -> list[int]:
+        """The same, for callers without an event loop."""
+        return self._tokenizer.encode(text, add_special_tokens=special).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special: bool) -> str:
         """Text of ids. Bytes that are no character become U+FFFD."""
@@ -59,6 +66,29 @@ class Vocabulary:
     def token_text(self, token_id: int) -> str:
         """Text of one id by itself."""
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int) -> list[int] | None:
+        """UTF-8 bytes of one id by itself, also of one that holds a part of a character only; None if unknown."""
+        text = self.token_text(token_id)
+        if REPLACEMENT not in text:
+            return list(text.encode())
+        written = self._tokenizer.id_to_token(token_id) or ""
+        single = _BYTE_TOKEN.fullmatch(written)
+        if single is not None:
+            return [int(single[1], 16)]
+        found = [_BYTES.get(letter) for letter in written]
+        return None if None in found else [byte for byte in found if byte is not None]
+
+
+def _byte_letters() -> dict[str, int]:
+    """The byte that each letter of a byte-level tokenizer stands for: GPT-2's table."""
+    alphabet = set(pre_tokenizers.ByteLevel.alphabet())
+    plain = {byte: chr(byte) for byte in range(256) if chr(byte) in alphabet and byte not in range(0x7F, 0xA1)}
+    others = (byte for byte in range(256) if byte not in plain)
+    return {letter: byte for byte, letter in plain.items()} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTES = _byte_letters()
 
 
 def read_settings(folder: Path) -> dict[str, Any]:

@@ -30,6 +30,7 @@ class World:
     prompt_pages: int
     chunk_pages: int
     slots: int = 2
+    damage: float = 0.0  # how likely a chunk is to arrive damaged
     now: float = 0.0
     prefill: PrefillRoom = field(init=False)
     decode: DecodeRoom = field(init=False)
@@ -49,6 +50,7 @@ class World:
         self.link = True
         self.ended = {"prefill": [], "decode": []}
         self.closed = set()
+        self.damaged = 0
         self.pages: list[str] = [""] * self.prompt_pages
 
     def feed_prefill(self, event) -> None:
@@ -64,7 +66,7 @@ class World:
                 case actions.Transfer(chunk, slot, first, pages):
                     self.feed_prefill(prefill_room.WriteStarted(chunk))
                     notice = messages.ChunkNotice(
-                        ROOM, self.prefill.generation or 0, chunk, slot, first, pages, pages * PAGE_BYTES, 0.0
+                        ROOM, self.prefill.generation or 0, chunk, slot, first, pages, pages * PAGE_BYTES, 0.0, None
                     )
                     assert slot not in self.free, "a write into a slot that is free"
                     self.writes.append((chunk, notice))
@@ -128,7 +130,11 @@ class World:
     def _land(self) -> None:
         chunk, notice = self.writes.popleft()
         self.unreported.append(chunk)
-        self.feed_decode(decode_room.Landed(notice))
+        if self.random.random() < self.damage:
+            self.damaged += 1
+            self.feed_decode(decode_room.Damaged(notice))
+        else:
+            self.feed_decode(decode_room.Landed(notice))
 
     def _compute(self) -> None:
         first, pages = self.compute.popleft()
@@ -236,6 +242,23 @@ def test_a_prompt_that_the_two_sides_read_differently_is_refused_with_the_reason
     assert "different prompts" in world.ended["decode"][0]
 
 
+@given(world=WORLDS, damage=st.sampled_from([0.1, 0.5, 1.0]))
+@settings(max_examples=200, deadline=None)
+def test_a_damaged_chunk_is_sent_again_and_in_the_end_the_room_succeeds_or_says_why(
+    world: World, damage: float
+) -> None:
+    world.damage = damage
+    world.request()
+    world.claim()
+    world.run()
+    world.check_ended()
+    if world.ended["decode"] == ["success"]:
+        assert world.ended["prefill"] == ["success"] and all(world.pages)
+    else:
+        assert "arrived damaged 3 times" in world.ended["decode"][0] and world.damaged >= 3
+        assert world.ended["prefill"] == world.ended["decode"]
+
+
 def test_a_second_claim_fails_alone() -> None:
     world = World(seed=1, prompt_pages=3, chunk_pages=2)
     world.request()
@@ -270,7 +293,9 @@ def test_a_notice_that_lies_about_its_pages_fails_the_room_and_writes_nothing() 
         world.random.choice(world.moves())()
     chunk, notice = world.writes.popleft()
     world.unreported.append(chunk)
-    world.feed_decode(decode_room.Landed(messages.ChunkNotice(ROOM, 42, chunk, notice.slot, 2, 5, notice.nbytes, 0.0)))
+    world.feed_decode(
+        decode_room.Landed(messages.ChunkNotice(ROOM, 42, chunk, notice.slot, 2, 5, notice.nbytes, 0.0, 1))
+    )
     world.run()
     world.check_ended()
     assert not any(world.pages) and "speaks of" in world.ended["decode"][0]

@@ -29,6 +29,7 @@ def _router(_prefill: Upstream, _decode: Upstream) -> Iterator[RouterProcess]:
 
 def _reset(upstream: Upstream) -> Upstream:
     upstream.handle = answer_ok
+    upstream.flush_status, upstream.load = 200, 40
     upstream.bodies.clear()
     upstream.left.clear()
     return upstream

@@ -68,9 +68,13 @@ def test_both_instances_get_the_same_body_with_a_room_and_the_client_gets_decode
         ("/generate", {"input_ids": [[1, 2]]}, 1),
         ("/v1/completions", {"prompt": ["a", "b", "c"]}, 3),
         ("/v1/completions", {"prompt": [[1], [2]]}, 2),
+        ("/v1/completions", {"prompt": ["a", "b"], "n": 2}, 2),
+        ("/v1/chat/completions", {"messages": [], "n": 3}, 3),
     ],
 )
-def test_each_prompt_of_a_list_gets_a_room_of_its_own(router, prefill, decode, path, body, count):
+def test_each_prompt_of_a_list_and_each_sample_of_a_chat_gets_a_room_of_its_own(
+    router, prefill, decode, path, body, count
+):
     assert router.request(path, body)[0] == 200
     (sent,) = decode.bodies
     assert len(set(sent["bootstrap_room"])) == count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import random
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
-from upstream import PATIENCE, Client, RouterProcess, Upstream, message, streams, wait_until, waits_forever
+from upstream import PATIENCE, Client, RouterProcess, Upstream, answer_ok, message, streams, wait_until, waits_forever
 
 from pdjax.router.app import serve
 from pdjax.router.fleet import FleetError, parse_instance
@@ -110,6 +111,25 @@ def test_an_instance_that_is_not_well_is_not_used_until_it_is(stack, how):
         start(stack, "decode", port=port)
     router.wait_until_ready()
     assert router.request("/generate", {"text": "x"})[0] == 200
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_whoever_waits_for_an_instance_that_hangs_is_told(stack, role):
+    prefill, decode = start(stack, "prefill"), start(stack, "decode")
+    router = route(stack, [prefill.url], [decode.url])
+    router.wait_until_ready()
+    stuck = {"prefill": prefill, "decode": decode}[role]
+
+    async def never(request, body):
+        stuck.hangs = True
+        await asyncio.sleep(PATIENCE * 2)
+        return await answer_ok(request, body)
+
+    prefill.handle = decode.handle = never
+    started = time.monotonic()
+    status, body = router.request("/generate", {"text": "x"})
+    assert status == 504 and stuck.url in message(body), body
+    assert time.monotonic() - started < PATIENCE
 
 
 def test_an_instance_of_the_wrong_role_is_not_used_and_the_reason_is_told(stack):

@@ -37,6 +37,9 @@ class Upstream:
         self.role = role
         self.handle: Handler = answer_ok
         self.health_status = 200
+        self.hangs = False  # as a stopped process does: connections are taken, and nothing is answered
+        self.flush_status = 200
+        self.load: int | None = 40
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
         self._info = {"engine_type": role, "served_model_name": "tiny"} | info
@@ -67,6 +70,9 @@ class Upstream:
         app = web.Application(client_max_size=64 << 20)
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
+        app.router.add_get("/get_load", self._get_load)
+        app.router.add_post("/flush_cache", self._flush_cache)
+        app.router.add_post("/abort_request", self._abort_request)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0)
@@ -87,10 +93,25 @@ class Upstream:
         await self._runner.cleanup()
 
     async def _health(self, _: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(2 * PATIENCE)
         return web.Response(status=self.health_status, text="OK")
 
     async def _server_info(self, _: web.Request) -> web.Response:
         return web.json_response(self._info)
+
+    async def _get_load(self, _: web.Request) -> web.Response:
+        return web.json_response([{"dp_rank": 0, "num_tokens": self.load}] if self.load is not None else {})
+
+    async def _flush_cache(self, _: web.Request) -> web.Response:
+        return web.Response(status=self.flush_status, text="flushed")
+
+    async def _abort_request(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.bodies.append(body)
+        if "rid" not in body:
+            return web.json_response({"error": {"message": "rid: missing"}}, status=400)
+        return web.json_response({"aborted": 1})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())

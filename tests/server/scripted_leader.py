@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-M = TypeVar("M", wire.Generate, wire.Abort, wire.Query)
+M = TypeVar("M", wire.Generate, wire.Abort, wire.Query, wire.Flush)
 
 
 def byte_tokenizer() -> Tokenizer:
@@ -56,7 +56,7 @@ class ScriptedLeader:
     """Listens for one frontend. `on_generate` is called, on the reading thread, with each request."""
 
     def __init__(self, path: Path) -> None:
-        self.received: list[wire.Generate | wire.Abort | wire.Query] = []
+        self.received: list[wire.ToLeader] = []
         self.on_generate: Callable[[wire.Generate], None] = lambda request: None
         self.answers_queries = True
         self.stats = {"running_requests": 2.0, "steps_total": 7.0, "pages": 10.0, "free_pages": 4.0}
@@ -118,12 +118,14 @@ class ScriptedLeader:
                 for body in frames.feed(data):
                     self._take(wire.decode_to_leader(body))
 
-    def _take(self, message: wire.Generate | wire.Abort | wire.Query) -> None:
+    def _take(self, message: wire.ToLeader) -> None:
         with self._changed:
             self.received.append(message)
             self._changed.notify_all()
         if isinstance(message, wire.Query) and self.answers_queries:
             self.send(wire.Stats(message.id, self.stats))
+        if isinstance(message, wire.Flush):
+            self.send(wire.Flushed(message.id, freed_pages=3, locked_pages=1))
         if isinstance(message, wire.Generate):
             self.on_generate(message)
 

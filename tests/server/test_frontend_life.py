@@ -75,8 +75,13 @@ def test_what_an_instance_tells_about_itself(unified):
     assert json.loads(unified.get("/get_model_info")[1])["is_generation"] is True
     assert json.loads(unified.get("/get_load")[1])[0]["num_tokens"] == 6 * 16
     assert unified.get("/health_generate")[0] == 200
-    assert unified.post("/flush_cache", {})[0] == 200
     assert unified.get("/nowhere")[0] == 404
+
+
+def test_the_prefix_cache_is_flushed_by_the_engine(unified):
+    status, said = unified.post("/flush_cache", {})
+    assert (status, said) == (200, "Cache flushed: 3 pages are free again; running requests hold 1.\n")
+    unified.leader.wait_for(wire.Flush)
 
 
 def test_metrics_tell_of_the_scheduler_and_of_requests(unified):
@@ -129,6 +134,19 @@ def test_abort_request_ends_a_request_of_another_client(unified):
     assert unified.leader.wait_for(wire.Abort).rid == "mine"
     assert unified.post("/abort_request", {"rid": "mine"}) == (200, {"aborted": 0})
     assert unified.post("/abort_request", {})[0] == 400
+
+
+def test_an_id_stands_for_all_samples_of_its_request_and_for_no_other_request(unified):
+    unified.leader.on_generate = lambda request: unified.leader.send(wire.Tokens(request.rid, [258], [0.0]))
+    body = {"text": ["a", "b"], "rid": "mine", "sampling_params": {"n": 2}, "stream": True}
+    samples = Client(unified, "/generate", body).connection.getresponse()
+    others = Client(unified, "/generate", {"text": "x", "rid": "mine_too", "stream": True}).connection.getresponse()
+    samples.readline()
+    others.readline()
+    assert unified.post("/abort_request", {"rid": "mine"}) == (200, {"aborted": 4})
+    samples.read()
+    assert unified.post("/abort_request", {"rid": "mine_too"}) == (200, {"aborted": 1})
+    others.read()
 
 
 def test_when_the_leader_ends_all_are_told_and_the_process_ends(own):

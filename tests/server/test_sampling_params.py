@@ -34,13 +34,21 @@ def refusal(**fields) -> str:
         ({"stop": ["x"] * 17}, "17 stop strings"),
         ({"stop_token_ids": [100]}, "100 is not in the vocabulary of 100 tokens"),
         ({"sampling_seed": 2**63}, "64 bits"),
-        ({"n": 2}, "not supported yet"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty: this option is not supported"),
-        ({"presence_penalty": 1}, "not supported"),
-        ({"repetition_penalty": 1.2}, "not supported"),
-        ({"json_schema": "{}"}, "json_schema: this option is not supported"),
-        ({"regex": "a"}, "not supported"),
-        ({"ebnf": "a"}, "not supported"),
+        ({"n": 0}, "n must lie in 1..128, not 0"),
+        ({"n": 129}, "n must lie in 1..128"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty must lie in -2..2, not 2.5"),
+        ({"presence_penalty": -3}, "presence_penalty must lie in -2..2"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be above 0"),
+        ({"repetition_penalty": 11}, "repetition_penalty must be above 0 and at most 10"),
+        ({"logit_bias": {"100": 1}}, "logit_bias: '100' is no token id of the vocabulary of 100 tokens"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias: '-1' is no token id"),
+        ({"logit_bias": {"the": 1}}, "logit_bias: 'the' is no token id"),
+        ({"logit_bias": {"1": 101}}, "logit_bias: the value of 1 must lie in -100..100, not 101"),
+        ({"logit_bias": [1]}, "sampling_params.logit_bias: expected object"),
+        ({"json_schema": "{"}, "json_schema: the text is not JSON"),
+        ({"json_schema": "[]"}, "json_schema: a schema is a JSON object, not list"),
+        ({"regex": "a", "ebnf": "b"}, "regex and ebnf: an answer can follow only one of them"),
+        ({"structural_tag": "x"}, "structural_tag: this option is not supported"),
         ({"temprature": 1}, "unknown field 'temprature' in sampling_params; did you mean 'temperature'?"),
         ({"top_k": "3"}, "sampling_params.top_k: expected int or null, got str"),
         ({"max_new_tokens": 1.5}, "expected int"),
@@ -51,11 +59,40 @@ def test_what_can_not_be_done_is_refused_in_words(fields, words):
     assert words in refusal(**fields)
 
 
-def test_neutral_values_of_unsupported_options_are_taken():
+def test_neutral_values_change_nothing():
     fields = SamplingFields(
-        n=1, frequency_penalty=0.0, presence_penalty=0, repetition_penalty=1.0, logit_bias={}, json_schema=None
+        n=1,
+        frequency_penalty=0.0,
+        presence_penalty=0,
+        repetition_penalty=1.0,
+        logit_bias={},
+        json_schema=None,
+        regex="",
     )
     check_sampling(fields, vocabulary_size=1)
+    assert for_engine(fields, max_new_tokens=128) == wire.SamplingParams()
+
+
+def test_penalties_and_biases_reach_the_engine():
+    fields = SamplingFields(
+        frequency_penalty=0.5, presence_penalty=-1, repetition_penalty=1.2, logit_bias={"7": -100, "8": 2.5}
+    )
+    assert for_engine(fields, max_new_tokens=128) == wire.SamplingParams(
+        frequency_penalty=0.5, presence_penalty=-1, repetition_penalty=1.2, logit_bias=((7, -100), (8, 2.5))
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "grammar"),
+    [
+        ({"json_schema": '{"type": "object"}'}, wire.Grammar("json_schema", '{"type":"object"}')),
+        ({"json_schema": {"type": "string"}}, wire.Grammar("json_schema", '{"type":"string"}')),
+        ({"regex": "a+"}, wire.Grammar("regex", "a+")),
+        ({"ebnf": 'root ::= "a"'}, wire.Grammar("ebnf", 'root ::= "a"')),
+    ],
+)
+def test_a_form_of_the_answer_reaches_the_engine(fields, grammar):
+    assert for_engine(convert(fields, SamplingFields), max_new_tokens=1).grammar == grammar
 
 
 def test_not_a_number_is_refused():

@@ -59,7 +59,9 @@ def test_pages_arrive_bit_for_bit_and_others_are_untouched(dtype: str) -> None:
         nbytes = staging.gather(slot, source, here)
         assert nbytes == len(here) * spec.page_bytes
         address, _ = received.regions[REGION]
+        assert ring.checksum(slot, nbytes) != staging.checksum(slot, nbytes)
         ctypes.memmove(address + ring.offset(slot), sent.regions[staging.region(slot)][0], nbytes)
+        assert ring.checksum(slot, nbytes) == staging.checksum(slot, nbytes)
         destination = ring.scatter(slot, destination, there)
         expected[:, there] = words[0][:, here]
     assert pool_addresses(destination) == addresses
@@ -72,5 +74,6 @@ def test_slots_are_handed_out_once() -> None:
     assert {ring.take(), ring.take()} == {0, 1} and ring.take() is None
     ring.free(1)
     assert ring.take() == 1
+    assert ring.checksum(2, 8) is None and ring.checksum(0, ring.slot_bytes + 1) is None, "a peer's numbers are checked"
     with pytest.raises(AssertionError, match="not in use"):
         ring.free(2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from pdjax.disagg.protocol import messages as wire
@@ -37,6 +38,13 @@ class Landed:
 
 
 @dataclass(frozen=True)
+class Damaged:
+    """A chunk's bytes are in its slot, and are not those that were sent."""
+
+    notice: wire.ChunkNotice
+
+
+@dataclass(frozen=True)
 class Scattered:
     """A landed chunk is in the request's pages."""
 
@@ -48,7 +56,10 @@ class Drained:
     """After a `Drain`: whatever the lost writer had sent has landed."""
 
 
-Event = Reserved | Received | SlotFound | Landed | Scattered | LinkLost | Drained | Cancel | Tick
+Event = Reserved | Received | SlotFound | Landed | Damaged | Scattered | LinkLost | Drained | Cancel | Tick
+
+
+MAX_RESENDS = 2  # of one chunk
 
 
 @dataclass
@@ -72,6 +83,7 @@ class DecodeRoom:
     _landed: dict[int, int] = field(default_factory=dict)  # chunk -> slot that waits for its scatter
     _covered: set[int] = field(default_factory=set)  # pages that have been scattered
     _pages_of: dict[int, range] = field(default_factory=dict)
+    _damaged: Counter[int] = field(default_factory=Counter)  # chunk -> how often it did not verify
     _scattered: int = 0
     _handoff: wire.Handoff | None = None
     _closed: bool = False
@@ -91,6 +103,8 @@ class DecodeRoom:
                 return self._grant(chunk, slot, now)
             case Landed(notice) if notice.generation == self.generation:
                 return self._land(notice, now)
+            case Damaged(notice) if notice.generation == self.generation:
+                return self._send_again(notice, now)
             case Scattered(chunk):
                 slot = self._landed.pop(chunk)
                 self._covered.update(self._pages_of[chunk])
@@ -149,6 +163,22 @@ class DecodeRoom:
         self._pages_of[notice.chunk] = range(notice.first_page, end)
         self.deadline = now + (self.timeouts.transfer if self._handoff else self.timeouts.waiting)
         return [Scatter(notice.chunk, slot, notice.first_page, notice.pages)]
+
+    def _send_again(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
+        """Grant the same slot again, a few times; the prefill side keeps its pages until the room is complete."""
+        slot = self._granted.get(notice.chunk)
+        if slot is None or slot != notice.slot:
+            return []
+        if self.state.final or self.link is None:
+            del self._granted[notice.chunk]
+            return [FreeSlot(slot), *self._close_when_dry()]
+        self._damaged[notice.chunk] += 1
+        if self._damaged[notice.chunk] > MAX_RESENDS:
+            del self._granted[notice.chunk]
+            reason = f"chunk {notice.chunk} of room {self.room} arrived damaged {self._damaged[notice.chunk]} times"
+            return [FreeSlot(slot), *self._give_up(502, reason)]
+        self.deadline = now + (self.timeouts.transfer if self._handoff else self.timeouts.waiting)
+        return [Send(self.link, wire.SlotGrant(self.room, self._claimed(), notice.chunk, slot))]
 
     def _complete(self, now: float) -> list[Action]:
         """Success takes both the handoff and every chunk, in whichever order they come."""

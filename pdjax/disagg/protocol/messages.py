@@ -14,6 +14,7 @@ from pdjax.cache.spec import StateSpec
 
 PROTOCOL_VERSION = 1
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
+NO_PROMPT_LOGPROBS = "log-probabilities of the prompt are not handed from prefill to decode; ask a unified instance"
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
@@ -51,6 +52,8 @@ class Handoff(Message, frozen=True, tag="handoff"):
     logprob: float
     queue_s: float
     prefill_s: float
+    cached_tokens: int = 0  # of the prompt, those that the prefill side's prefix cache had
+    top: list[tuple[int, float]] = []  # the best tokens in the first one's place, as many as the request asks for
 
 
 class Complete(Message, frozen=True, tag="complete"):
@@ -82,6 +85,7 @@ class ChunkNotice(msgspec.Struct, frozen=True):
     pages: int
     nbytes: int
     posted_at: float  # seconds since the epoch by the sender's clock
+    checksum: int | None  # XXH3-64 of the bytes, taken in the sender's staging slot
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -97,6 +101,7 @@ class Registration(msgspec.Struct, frozen=True):
     transfer: bytes
     slots: int = 0
     slot_pages: int = 0
+    verify: bool = True  # chunks carry checksums
 
 
 class ProtocolError(Exception):
@@ -146,7 +151,7 @@ def mismatch(prefill: Registration, decode: Registration) -> str | None:
     """A sentence naming the first thing that keeps two instances from working together, or None."""
     if (prefill.role, decode.role) != ("prefill", "decode"):
         return f"a prefill and a decode instance make a pair, not {prefill.role} and {decode.role}"
-    for field in ("protocol_version", "layout_version", "model", "backend"):
+    for field in ("protocol_version", "layout_version", "model", "backend", "verify"):
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:
             return f"{field} differs: prefill has {ours!r}, decode has {theirs!r}"

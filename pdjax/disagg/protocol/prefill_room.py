@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from pdjax.disagg.protocol import messages as wire
@@ -49,6 +50,8 @@ class PromptDone:
     logprob: float
     queue_s: float
     prefill_s: float
+    cached_tokens: int = 0
+    top: list[tuple[int, float]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class PrefillRoom:
     _requested: Requested | None = None
     _claim: wire.Claim | None = None
     _chunks: dict[int, _Chunk] = field(default_factory=dict)
-    _writing: set[int] = field(default_factory=set)
+    _writing: Counter[int] = field(default_factory=Counter)  # writes on their way, by chunk
     _prompt_done: bool = False
     _closed: bool = False
 
@@ -166,14 +169,16 @@ class PrefillRoom:
                             event.logprob,
                             event.queue_s,
                             event.prefill_s,
+                            event.cached_tokens,
+                            event.top,
                         )
                     )
                 ]
             case WriteStarted(chunk):
-                self._writing.add(chunk)
+                self._writing[chunk] += 1
                 return []
             case WriteEnded(chunk, error):
-                self._writing.discard(chunk)
+                self._writing -= Counter([chunk])
                 if self.state.final:
                     return self._close_when_dry()
                 self._expect(now, self.timeouts.transfer if self._prompt_done else self.timeouts.waiting)
@@ -203,7 +208,9 @@ class PrefillRoom:
             return []
         match message:
             case wire.SlotGrant(chunk=chunk, slot=slot) if not self.state.final and chunk in self._chunks:
+                # A second grant of a chunk means that it arrived damaged: it is gathered and sent again.
                 self._chunks[chunk].slot = slot
+                self._chunks[chunk].posted = False
                 return self._transfer(chunk, now)
             case wire.Complete() if self.state is RoomState.TRANSFERRING:
                 self.state = advance(self.state, RoomState.SUCCESS)

@@ -1,0 +1,146 @@
+"""Kernels in C++ for one CPU device: products of few rows and paged attention, where XLA's own are slow.
+
+| call        | computes                              |
+| ----------- | ------------------------------------- |
+| `product`   | x [M, K] · w [N, K], contracted on K  |
+| `attention` | queries over pages [L, P, H, 2, S, D] |
+
+docs/performance.md has the figures. `load` compiles the sources that lie here with the machine's C++ compiler, once,
+into a folder, and registers them with JAX as FFI targets. They run inside the compiled step, on XLA's threads. Without
+a compiler, before `load`, on another platform and on more than one device `in_use` is False and the layers keep to
+plain JAX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+_SOURCES = ("product.cc", "attention.cc")
+_HEADERS = ("common.h",)
+_TARGETS = ("pdjax_product", "pdjax_attention")
+_OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
+_COMPILE_SECONDS = 300.0
+_MOST_ROWS = 32
+_VECTOR_WORDS = 16  # a head_dim is a multiple of the widest vector
+
+_loaded: list[ctypes.CDLL] = []
+
+
+def load(folder: Path) -> bool:
+    """Compile the kernels into `folder`, or find them there, and register them. False, with a line that says why, if
+    this machine cannot; the environment variable PDJAX_NATIVE=0 turns them off.
+    """
+    if _loaded:
+        return True
+    if os.environ.get("PDJAX_NATIVE") == "0" or jax.default_backend() != "cpu":
+        return False
+    try:
+        library = ctypes.CDLL(str(_compiled(folder)))
+    except (OSError, subprocess.SubprocessError) as error:
+        text = getattr(error, "stderr", None) or str(error)
+        print(f"pdjax: without native CPU kernels, slower: {text.strip()[-500:]}", file=sys.stderr, flush=True)
+        return False
+    for target in _TARGETS:
+        jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(getattr(library, target)), platform="cpu")
+    _loaded.append(library)
+    return True
+
+
+def in_use() -> bool:
+    """Whether traces may call the kernels: they are loaded, and there is one CPU device (they know no sharding)."""
+    return bool(_loaded) and jax.device_count() == 1
+
+
+def is_faster(rows: int, dtype: jnp.dtype) -> bool:
+    """Whether `product` is the way to go for `rows` rows by weights of this dtype.
+
+    It is for few rows: a SmolLM2 step of 8 float32 rows takes 38 ms with it and 77 without, one of 32 142 and 172, but
+    one of 128 890 and 308. bfloat16 is left to XLA on processors that multiply it in hardware.
+    """
+    return in_use() and rows <= _MOST_ROWS and not (dtype == jnp.bfloat16 and _multiplies_bfloat16())
+
+
+def can_attend(head_dim: int) -> bool:
+    """Whether `attention` may be called for heads of this size."""
+    return in_use() and head_dim % _VECTOR_WORDS == 0
+
+
+def product(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """x [M, K], taken as float32, times weight [N, K] float32 or bfloat16: float32 [M, N].
+
+    A row's result is the same whatever other rows there are.
+    """
+    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
+    return jax.ffi.ffi_call("pdjax_product", shape)(x.astype(jnp.float32), weight)
+
+
+def attention(
+    q: jax.Array, pool: jax.Array, layer: jax.Array, page_table: jax.Array, positions: jax.Array
+) -> jax.Array:
+    """Causal attention of q [B, T, heads, D] over pages: float32 like q.
+
+    Args:
+        q: any float dtype, taken as float32.
+        pool: [L, P, H, 2, S, D] float32, or uint16 that holds bfloat16.
+        layer: int32 scalar.
+        page_table: int32 [B, W].
+        positions: int32 [B, T]; each query sees the positions up to its own. Out of the table's range is an error.
+    """
+    shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
+    call = jax.ffi.ffi_call("pdjax_attention", shape)
+    return call(q.astype(jnp.float32), pool, layer, page_table, positions)
+
+
+def _compiled(folder: Path) -> Path:
+    """The shared library for these sources, this JAX and this processor."""
+    here = Path(__file__).parent
+    include = jax.ffi.include_dir()
+    digest = hashlib.sha256(repr((jax.__version__, _OPTIONS, platform.machine(), _processor())).encode())
+    for name in (*_SOURCES, *_HEADERS):
+        digest.update((here / name).read_bytes())
+    library = folder / f"kernels-{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    compiler = next((found for name in ("c++", "g++", "clang++") if (found := shutil.which(name))), None)
+    if compiler is None:
+        raise OSError("there is no C++ compiler (c++, g++ or clang++) on the path")
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = library.with_suffix(f".{os.getpid()}")
+    sources = [str(here / name) for name in _SOURCES]
+    try:
+        subprocess.run(
+            [compiler, *_OPTIONS, "-isystem", include, *sources, "-o", str(partial)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=_COMPILE_SECONDS,
+        )
+        partial.replace(library)  # processes that start together each compile, and the last one's is kept
+    finally:
+        partial.unlink(missing_ok=True)
+    return library
+
+
+@functools.cache
+def _multiplies_bfloat16() -> bool:
+    return any(flag in _processor() for flag in ("amx_bf16", "avx512_bf16"))
+
+
+def _processor() -> str:
+    """What -march=native depends on: a home folder may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,89 @@
+"""The traced functions behind a runner's compiled steps. Arguments are named as in `PagedBatch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from pdjax.engine.plan import ON_DEVICE
+from pdjax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
+from pdjax.engine.sampling import PENALIZED, TOP, Picked, SamplingRows, sample
+from pdjax.engine.slots import OUTPUT, Progress, Tables
+from pdjax.layers.attention import PagedBatch, attend_decode, attend_prefill, write_pages
+from pdjax.models.checkpoint import LoadedModel
+
+
+class Steps:
+    """Steps of one model. The pool is threaded through the layers."""
+
+    def __init__(self, model: LoadedModel, dtype: jnp.dtype) -> None:
+        self._model = model
+        self._dtype = dtype
+
+    def prefill(
+        self,
+        leaves: list[jax.Array],
+        pool: jax.Array,
+        progress: Progress,
+        tables: Tables,
+        token_ids: jax.Array,  # [1, T]
+        targets: jax.Array,  # [T]
+        start: jax.Array,
+        count: jax.Array,
+        want_targets: jax.Array,  # bool
+        page_table: jax.Array,  # [1, W]
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, Picked, PromptLogprobs]:
+        """One chunk of one prompt; returns the pool, the token after it and what is known of the targets."""
+        offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]  # [1, T]
+        batch = PagedBatch(page_table, start + offsets, offsets < count)
+        module = self._model.merge(leaves)
+        hidden, pool = module(token_ids, batch.positions, pool, self._attend(batch, attend_prefill))
+        last = jnp.take(hidden, count - 1, axis=1)  # [1, hidden]
+        with jax.named_scope("sample"):
+            picked = sample(module.logits(last), sampling, (start + count)[None], progress, tables)
+        with jax.named_scope("prompt_logprobs"):
+            told = prompt_logprobs(
+                hidden[0],
+                targets,
+                wanted=want_targets,
+                top=sampling.any(TOP),
+                logits=module.logits,
+                vocab=progress.seen.shape[1],
+            )
+        return pool, picked, told
+
+    def decode(
+        self,
+        leaves: list[jax.Array],
+        pool: jax.Array,
+        progress: Progress,
+        tables: Tables,
+        token_ids: jax.Array,  # [B, 1], each may be `ON_DEVICE`
+        positions: jax.Array,  # [B, 1]
+        page_table: jax.Array,  # [B, W]
+        sampling: SamplingRows,
+    ) -> tuple[jax.Array, Progress, Picked]:
+        """One token of each row; returns the pool, the slots moved on, and the next tokens."""
+        last = progress.last.at[sampling.slots].get(mode="clip")[:, None]
+        token_ids = jnp.where(token_ids == ON_DEVICE, last, token_ids)
+        # The token that is computed on is counted here, so that a request can begin in the middle of its life.
+        counted = sampling.only(PENALIZED, sampling.slots)
+        seen = progress.seen.at[counted, token_ids[:, 0]].add(OUTPUT, mode="drop")
+        progress = progress._replace(seen=seen)
+        batch = PagedBatch(page_table, positions, jnp.ones_like(positions, bool))
+        module = self._model.merge(leaves)
+        hidden, pool = module(token_ids, positions, pool, self._attend(batch, attend_decode))
+        with jax.named_scope("sample"):
+            picked = sample(module.logits(hidden[:, 0]), sampling, positions[:, 0] + 1, progress, tables)
+        progress = progress._replace(last=progress.last.at[sampling.slots].set(picked.tokens, mode="drop"))
+        return pool, progress, picked
+
+    def _attend(self, batch: PagedBatch, attend: Callable) -> Callable:
+        def attend_layer(layer, q, k, v, pool):
+            pool = write_pages(pool, layer, k, v, batch)
+            return attend(q, pool, layer, batch, self._dtype), pool
+
+        return attend_layer

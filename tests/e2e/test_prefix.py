@@ -1,0 +1,51 @@
+"""What a prefill instance has computed before it sends again, and does not compute again."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from conftest import Deployment
+from processes import Part, post
+from test_answers import RECORDS, greedy
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.mark.parametrize("length", [100, 300])
+def test_the_same_prompt_again_is_sent_whole_from_the_cache(pair: Deployment, length: int) -> None:
+    ids = [(7 * length + 13 * index) % 4000 + 100 for index in range(length)]
+    answers, counts = [], [metrics(pair.prefill)]
+    for _ in range(2):
+        status, answer = post(f"{pair.router.url}/generate", greedy(ids, 12))
+        assert status == 200, answer
+        answers.append(answer)
+        counts.append(metrics(pair.prefill))
+    first, second = answers
+    assert second["output_ids"] == first["output_ids"]
+    pages, cached = -(-length // 16), (length - 1) // 16 * 16
+    whole = pages * counts[0]["pdjax_page_bytes"]
+    assert [answer["meta_info"]["timeline"]["transfer_bytes"] for answer in answers] == [whole, whole]
+    assert [answer["meta_info"]["cached_tokens"] for answer in answers] == [0, cached]
+    for name, expected in (("prompt_tokens_computed", [length, length - cached]), ("cached_tokens", [0, cached])):
+        values = [count[f"pdjax_{name}_total"] for count in counts]
+        assert [values[1] - values[0], values[2] - values[1]] == expected
+
+
+def test_a_conversation_through_a_unified_instance_computes_what_is_new(unified: Part) -> None:
+    history = RECORDS[0]["input_ids"] * 8
+    status, first = post(f"{unified.url}/generate", greedy(history, 30))
+    assert status == 200, first
+    before = metrics(unified)["pdjax_prompt_tokens_computed_total"]
+    longer = history + first["output_ids"] + [42] * 5
+    status, second = post(f"{unified.url}/generate", greedy(longer, 4))
+    assert status == 200, second
+    known = (len(history) + 29) // 16 * 16
+    assert second["meta_info"]["cached_tokens"] == known
+    assert metrics(unified)["pdjax_prompt_tokens_computed_total"] - before == len(longer) - known
+
+
+def metrics(part: Part) -> dict[str, float]:
+    """Values of now: a frontend may show the scheduler's last ones again for half a second."""
+    time.sleep(0.6)
+    return part.metrics()
