@@ -3,24 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from processes import Part, instance, router
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """One prefill and one decode instance behind a router."""
-
-    prefill: Part
-    decode: Part
-    router: Part
-
-    @property
-    def parts(self) -> list[Part]:
-        return [self.prefill, self.decode, self.router]
+from processes import Deployment, Part, instance, router
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,19 @@ class Part:
         assert status == 200, body
         lines = [line for line in body.decode().splitlines() if line and not line.startswith("#") and "{" not in line]
         return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One prefill and one decode instance behind a router."""
+
+    prefill: Part
+    decode: Part
+    router: Part
+
+    @property
+    def parts(self) -> list[Part]:
+        return [self.prefill, self.decode, self.router]
 
 
 def instance(folder: Path, role: str, **options: Any) -> Part:

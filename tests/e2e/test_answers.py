@@ -9,8 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import Deployment
-from processes import Part, get, post, stream
+from processes import Deployment, Part, get, post, stream
 
 REFERENCE = json.loads((Path(__file__).parent.parent / "data" / "smollm2_reference.json").read_text())
 RECORDS = REFERENCE["records"]

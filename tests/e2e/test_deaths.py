@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Deployment
-from processes import Part, free_port, instance, post, router, stream
+from processes import Deployment, Part, free_port, instance, post, router, stream
 from test_answers import RECORDS, assert_as_reference, at_rest, greedy
 
 pytestmark = pytest.mark.e2e

@@ -7,8 +7,7 @@ from typing import Any
 
 import openai
 import pytest
-from conftest import Deployment
-from processes import Part, get, post
+from processes import Deployment, Part, get, post
 from test_answers import RECORDS
 
 pytestmark = pytest.mark.e2e

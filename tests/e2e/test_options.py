@@ -10,8 +10,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from conftest import Deployment
-from processes import Part, post
+from processes import Deployment, Part, post
 
 RECORD = json.loads((Path(__file__).parent.parent / "data" / "smollm2_reference.json").read_text())["records"][0]
 SCHEMA = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from conftest import Deployment
-from processes import Part, post
+from processes import Deployment, Part, post
 from test_answers import RECORDS, greedy
 
 pytestmark = pytest.mark.e2e
