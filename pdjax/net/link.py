@@ -73,11 +73,6 @@ class Link:
         """Whether the connection was full."""
         return bool(self._rings)
 
-    @property
-    def closing(self) -> bool:
-        """Whether this side has asked for the end."""
-        return self._close_deadline is not None
-
     def send(self, body: bytes) -> None:
         """Queue a message. It leaves with `progress`."""
         self._outbox.append(body)

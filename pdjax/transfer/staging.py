@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +25,6 @@ REGION = 1  # the destination's ring is this region of its backend; source slots
 def checksum_of(address: int, nbytes: int) -> int:
     """XXH3-64 of memory: 10 GB/s and more, so that every chunk can be verified."""
     return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
-
-
-class Staging(Protocol):
-    """What both kinds have."""
-
-    def warm_up(self, pool: jax.Array) -> jax.Array:
-        """Compile the repacking; returns the pool, which may have been donated."""
-        ...
 
 
 class _Slots:

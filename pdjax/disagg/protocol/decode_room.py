@@ -161,7 +161,7 @@ class DecodeRoom:
             return [FreeSlot(slot), *self._give_up(502, reason)]
         self._landed[notice.chunk] = slot
         self._pages_of[notice.chunk] = range(notice.first_page, end)
-        self.deadline = now + (self.timeouts.transfer if self._handoff else self.timeouts.waiting)
+        self._expect_more(now)
         return [Scatter(notice.chunk, slot, notice.first_page, notice.pages)]
 
     def _send_again(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
@@ -177,7 +177,7 @@ class DecodeRoom:
             del self._granted[notice.chunk]
             reason = f"chunk {notice.chunk} of room {self.room} arrived damaged {self._damaged[notice.chunk]} times"
             return [FreeSlot(slot), *self._give_up(502, reason)]
-        self.deadline = now + (self.timeouts.transfer if self._handoff else self.timeouts.waiting)
+        self._expect_more(now)
         return [Send(self.link, wire.SlotGrant(self.room, self._claimed(), notice.chunk, slot))]
 
     def _complete(self, now: float) -> list[Action]:
@@ -219,6 +219,10 @@ class DecodeRoom:
             return []
         self._closed = True
         return [Close()]
+
+    def _expect_more(self, now: float) -> None:
+        """A chunk has come: the wait for the next, or for the handoff, begins."""
+        self.deadline = now + (self.timeouts.transfer if self._handoff else self.timeouts.waiting)
 
     def _overdue(self) -> str:
         match self.state:
