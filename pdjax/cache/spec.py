@@ -14,6 +14,9 @@ class StateSpec(msgspec.Struct, frozen=True):
     """A paged key-value state: pool axes [layer, page, head, K|V, slot in page, head_dim].
 
     `dtype` is the type of the values; 2-byte types are stored as uint16 words (see `word_dtype`).
+
+    Raises:
+        ValueError: an unknown dtype, a negative window, or a latent state of several heads.
     """
 
     name: str
@@ -22,10 +25,16 @@ class StateSpec(msgspec.Struct, frozen=True):
     head_dim: int
     page_size: int  # tokens a page
     dtype: str
+    window: int = 0  # a token sees itself and the window - 1 tokens before it; 0: all of them
+    latent: bool = False  # one vector a token for all query heads (MLA): no head axis to cut, no K and V apart
 
     def __post_init__(self) -> None:
         if self.dtype not in _WORD_BYTES:
             raise ValueError(f"state {self.name!r}: dtype {self.dtype!r} is none of {sorted(_WORD_BYTES)}")
+        if self.window < 0:
+            raise ValueError(f"state {self.name!r}: a window of {self.window} tokens; expected 0 (none) or more")
+        if self.latent and self.heads != 1:
+            raise ValueError(f"state {self.name!r}: a latent state has 1 head, not {self.heads}")
 
     @property
     def word_bytes(self) -> int:
@@ -42,9 +51,14 @@ class StateSpec(msgspec.Struct, frozen=True):
         return "uint16" if self.word_bytes == 2 else self.dtype
 
     @property
+    def planes(self) -> int:
+        """Vectors a token has in each layer and head: K and V, or one latent."""
+        return 1 if self.latent else 2
+
+    @property
     def run_words(self) -> int:
         """Words of one (layer, page, head): K and V of a page, contiguous in pool and staging alike."""
-        return 2 * self.page_size * self.head_dim
+        return self.planes * self.page_size * self.head_dim
 
     @property
     def page_words(self) -> int:
@@ -59,3 +73,7 @@ class StateSpec(msgspec.Struct, frozen=True):
     def pages(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
+
+    def first_page(self, tokens: int) -> int:
+        """The first page that the token after `tokens` others can still see; those before it need not move."""
+        return max(0, tokens - self.window + 1) // self.page_size if self.window else 0
