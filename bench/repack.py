@@ -3,9 +3,10 @@
 Each case moves scattered pages of a pool [30 layers, page, 8 heads, K|V, slot, 64] into a staging slot and back. Speeds
 count bytes read and written; gather, scatter and memcpy take turns, and each figure is the median of its turns. The
 ratio of a kernel is its speed over memcpy's. From some size on (about 200 MB with glibc) memcpy changes to stores that
-bypass the caches, which XLA never emits: there it is nearly twice as fast as below, and the ratios are at their lowest.
+bypass the caches, and is nearly twice as fast; the C++ kernels always store so from 4 MB on, XLA's plain ones (--plain)
+never do.
 
-    python bench/repack.py [--json] [--rounds 9]
+    python bench/repack.py [--json] [--plain] [--rounds 9]
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pdjax.kernels import gather_pages, scatter_pages
+from pdjax.kernels import gather_pages, native, scatter_pages
+from pdjax.launch.cache_folder import cache_root
 
 LAYERS, HEADS, HEAD_DIM = 30, 8, 64
 SLOT_PAGES = 64
@@ -133,8 +135,11 @@ def main() -> None:
     """Print a table, or with --json one line that other programs read."""
     parser = argparse.ArgumentParser(description="Speed of gather and scatter against memcpy.")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON instead of the table")
+    parser.add_argument("--plain", action="store_true", help="without the C++ kernels")
     parser.add_argument("--rounds", type=int, default=9, help="timed turns of each call (default 9)")
     options = parser.parse_args()
+    if not options.plain:
+        native.load(cache_root() / "native")
     rows = run(options.rounds)
     if options.json:
         print(json.dumps({"bench": "repack", "rows": [asdict(row) for row in rows], "ratios": ratios(rows)}))

@@ -7,24 +7,23 @@ that no cache holds, as memcpy does, against 8 GB/s for indexing (`pool[:, ids]`
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pdjax.kernels import native
 from pdjax.kernels.geometry import (
     Implementation,
+    Origin,
+    Ref,
     RepackGeometry,
     Scalar,
     check_implementation,
-    host_scalar,
+    on_host,
     pallas_options,
 )
-
-Ref = Any  # Pallas has no public type for the references that a kernel's body gets
 
 
 def gather_pages(
@@ -35,6 +34,9 @@ def gather_pages(
     *,
     first_head: Scalar = 0,
     heads: int | None = None,
+    first_layer: Scalar = 0,
+    layers: int | None = None,
+    first_run: Scalar = 0,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Copy `page_count` pages of some heads into a staging slot. `staging` is donated and keeps its address.
@@ -45,6 +47,9 @@ def gather_pages(
         page_count: int32 scalar. Another count or first head compiles nothing new.
         staging: flat words of the pool's dtype, room for `heads` heads of `len(page_ids)` pages.
         first_head: first head to take; `heads` (default: all) from there on.
+        first_layer: first layer, and `layers` (default: all) likewise; staging holds only those.
+        first_run: where in staging the block begins, in runs (one page of one head and layer). Other firsts compile
+            nothing new, other numbers of heads or layers do.
         implementation: see `pdjax.kernels`.
 
     Returns:
@@ -57,11 +62,10 @@ def gather_pages(
     A live NumPy or dlpack view of `staging` turns the donation into a silent copy at a new address.
     """
     check_implementation(implementation)
-    geometry = RepackGeometry.of(pool, page_ids, staging, heads)
-    geometry.check_values(page_ids, page_count, first_head)
-    return _gather(
-        pool, page_ids, host_scalar(page_count), staging, host_scalar(first_head), geometry.heads, implementation
-    )
+    geometry = RepackGeometry.of(pool, page_ids, staging, heads, layers)
+    origin = Origin(page_count, first_head, first_layer, first_run)
+    geometry.check_values(page_ids, origin)
+    return _gather(pool, page_ids, staging, on_host(origin), geometry.heads, geometry.layers, implementation)
 
 
 def gather_pages_body(
@@ -72,6 +76,9 @@ def gather_pages_body(
     *,
     first_head: Scalar = 0,
     heads: int | None = None,
+    first_layer: Scalar = 0,
+    layers: int | None = None,
+    first_run: Scalar = 0,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """`gather_pages` without `jax.jit`: the caller's compiled function donates, and checks its values.
@@ -79,54 +86,72 @@ def gather_pages_body(
     Values out of range are made harmless: counts are cut to `len(page_ids)`, unknown pages read as the trash page.
     """
     check_implementation(implementation)
-    geometry = RepackGeometry.of(pool, page_ids, staging, heads)
-    ids, count, first = geometry.clamp(page_ids, page_count, first_head)
-    source = pool.reshape(geometry.layers, geometry.pages, geometry.pool_heads, geometry.run)
-    rows = staging.reshape(-1, geometry.run)
+    geometry = RepackGeometry.of(pool, page_ids, staging, heads, layers)
+    ids, origin = geometry.clamp(page_ids, Origin(page_count, first_head, first_layer, first_run))
+    in_cpp = partial(native.gather, heads=geometry.heads, layers=geometry.layers)
     plain = partial(_gather_plain, geometry)
     if implementation == "auto":
-        rows = lax.platform_dependent(
-            source, ids, count, first, rows, cuda=partial(_gather_pallas, geometry, "pallas"), default=plain
+        return lax.platform_dependent(
+            pool,
+            ids,
+            origin,
+            staging,
+            cuda=partial(_gather_pallas, geometry, "pallas"),
+            default=in_cpp if native.in_use() else plain,
         )
-    elif implementation == "plain":
-        rows = plain(source, ids, count, first, rows)
-    else:
-        rows = _gather_pallas(geometry, implementation, source, ids, count, first, rows)
-    return rows.reshape(staging.shape)
+    if implementation == "native":
+        return in_cpp(pool, ids, origin, staging)
+    if implementation == "plain":
+        return plain(pool, ids, origin, staging)
+    return _gather_pallas(geometry, implementation, pool, ids, origin, staging)
 
 
-@partial(jax.jit, donate_argnums=3, static_argnums=(5, 6))
+@partial(jax.jit, donate_argnums=2, static_argnums=(4, 5, 6))
 def _gather(
     pool: jax.Array,
     page_ids: jax.Array,
-    page_count: jax.Array,
     staging: jax.Array,
-    first_head: jax.Array,
+    origin: Origin,
     heads: int,
+    layers: int,
     implementation: Implementation,
 ) -> jax.Array:
     return gather_pages_body(
-        pool, page_ids, page_count, staging, first_head=first_head, heads=heads, implementation=implementation
+        pool,
+        page_ids,
+        origin.page_count,
+        staging,
+        first_head=origin.first_head,
+        heads=heads,
+        first_layer=origin.first_layer,
+        layers=layers,
+        first_run=origin.first_run,
+        implementation=implementation,
     )
 
 
 def _gather_plain(
-    geometry: RepackGeometry, pool: jax.Array, ids: jax.Array, count: jax.Array, first: jax.Array, rows: jax.Array
+    geometry: RepackGeometry, pool: jax.Array, ids: jax.Array, origin: jax.Array, staging: jax.Array
 ) -> jax.Array:
     layers, run = geometry.layers, geometry.run
+    source, rows = geometry.flat(pool), staging.reshape(-1, run)
+    count, first_head, first_layer, first_run = origin
 
     def copy_page(page: jax.Array, rows: jax.Array) -> jax.Array:
         def copy_head(head: jax.Array, rows: jax.Array) -> jax.Array:
             block = lax.dynamic_slice(
-                pool, (0, ids[page], first + head, 0), (layers, 1, 1, run), allow_negative_indices=False
+                source,
+                (first_layer, ids[page], first_head + head, 0),
+                (layers, 1, 1, run),
+                allow_negative_indices=False,
             )
-            row = (head * count + page) * layers
+            row = first_run + (head * count + page) * layers
             # Rows, not the flat slot: with flat updates XLA divides for each word (13 to 16 GB/s, not 15 to 19).
             return lax.dynamic_update_slice(rows, block.reshape(layers, run), (row, 0), allow_negative_indices=False)
 
         return lax.fori_loop(0, geometry.heads, copy_head, rows)
 
-    return lax.fori_loop(0, count, copy_page, rows)
+    return lax.fori_loop(0, count, copy_page, rows).reshape(staging.shape)
 
 
 def _gather_pallas(
@@ -134,29 +159,29 @@ def _gather_pallas(
     implementation: Implementation,
     pool: jax.Array,
     ids: jax.Array,
-    count: jax.Array,
-    first: jax.Array,
-    rows: jax.Array,
+    origin: jax.Array,
+    staging: jax.Array,
 ) -> jax.Array:
     layers, tile = geometry.layers, geometry.tile
+    rows = staging.reshape(-1, geometry.run)
 
-    def copy_run(ids_ref: Ref, scalars_ref: Ref, pool_ref: Ref, _: Ref, rows_ref: Ref) -> None:
+    def copy_run(ids_ref: Ref, origin_ref: Ref, pool_ref: Ref, _: Ref, rows_ref: Ref) -> None:
         head, page, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        pages = scalars_ref[0]
+        pages = origin_ref[0]
 
         @pl.when(page < pages)
         def _() -> None:
-            source_page, source_head = ids_ref[page], scalars_ref[1] + head
-            row = (head * pages + page) * layers + layer
+            source_page, source_head, source_layer = ids_ref[page], origin_ref[1] + head, origin_ref[2] + layer
+            row = origin_ref[3] + (head * pages + page) * layers + layer
 
             def copy_tile(part: jax.Array, _: None) -> None:
                 words = pl.ds(part * tile, tile)
-                rows_ref[row, words] = pool_ref[layer, source_page, source_head, words]
+                rows_ref[row, words] = pool_ref[source_layer, source_page, source_head, words]
 
             lax.fori_loop(0, geometry.run // tile, copy_tile, None)
 
     in_place = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    moved = pl.pallas_call(
         copy_run,
         out_shape=jax.ShapeDtypeStruct(rows.shape, rows.dtype),
         grid=(geometry.heads, geometry.slot_pages, layers),
@@ -165,4 +190,5 @@ def _gather_pallas(
         input_output_aliases={3: 0},
         name="gather_pages",
         **pallas_options(implementation),
-    )(ids, jnp.stack([count, first]), pool, rows)
+    )(ids, origin, geometry.flat(pool), rows)
+    return moved.reshape(staging.shape)

@@ -6,24 +6,23 @@ Indexing (`pool.at[:, ids].set`) writes 5 GB/s where this loop of block copies w
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from pdjax.kernels import native
 from pdjax.kernels.geometry import (
     Implementation,
+    Origin,
+    Ref,
     RepackGeometry,
     Scalar,
     check_implementation,
-    host_scalar,
+    on_host,
     pallas_options,
 )
-
-Ref = Any  # Pallas has no public type for the references that a kernel's body gets
 
 
 def scatter_pages(
@@ -34,6 +33,9 @@ def scatter_pages(
     *,
     first_head: Scalar = 0,
     heads: int | None = None,
+    first_layer: Scalar = 0,
+    layers: int | None = None,
+    first_run: Scalar = 0,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """Copy a staging slot into `page_count` pages of some heads. `pool` is donated and keeps its address.
@@ -45,7 +47,10 @@ def scatter_pages(
         page_ids: int32 [most pages of a slot]; entries from `page_count` on are ignored. The first `page_count` must
             differ from each other.
         page_count: int32 scalar. Another count or first head compiles nothing new.
-        first_head: first head to write; `heads` (default: all) from there on. Staging holds only those.
+        first_head: first head to write; `heads` (default: all) from there on.
+        first_layer: first layer, and `layers` (default: all) likewise; staging holds only those.
+        first_run: where in staging the block begins, in runs (one page of one head and layer). Other firsts compile
+            nothing new, other numbers of heads or layers do.
         implementation: see `pdjax.kernels`.
 
     Returns:
@@ -57,11 +62,10 @@ def scatter_pages(
     A live NumPy or dlpack view of `pool` turns the donation into a silent copy of all of it at a new address.
     """
     check_implementation(implementation)
-    geometry = RepackGeometry.of(pool, page_ids, staging, heads)
-    geometry.check_values(page_ids, page_count, first_head)
-    return _scatter(
-        pool, staging, page_ids, host_scalar(page_count), host_scalar(first_head), geometry.heads, implementation
-    )
+    geometry = RepackGeometry.of(pool, page_ids, staging, heads, layers)
+    origin = Origin(page_count, first_head, first_layer, first_run)
+    geometry.check_values(page_ids, origin)
+    return _scatter(pool, page_ids, staging, on_host(origin), geometry.heads, geometry.layers, implementation)
 
 
 def scatter_pages_body(
@@ -72,6 +76,9 @@ def scatter_pages_body(
     *,
     first_head: Scalar = 0,
     heads: int | None = None,
+    first_layer: Scalar = 0,
+    layers: int | None = None,
+    first_run: Scalar = 0,
     implementation: Implementation = "auto",
 ) -> jax.Array:
     """`scatter_pages` without `jax.jit`: the caller's compiled function donates, and checks its values.
@@ -79,56 +86,71 @@ def scatter_pages_body(
     Values out of range are made harmless: counts are cut to `len(page_ids)`, unknown pages go to the trash page.
     """
     check_implementation(implementation)
-    geometry = RepackGeometry.of(pool, page_ids, staging, heads)
-    ids, count, first = geometry.clamp(page_ids, page_count, first_head)
-    target = pool.reshape(geometry.layers, geometry.pages, geometry.pool_heads, geometry.run)
-    rows = staging.reshape(-1, geometry.run)
+    geometry = RepackGeometry.of(pool, page_ids, staging, heads, layers)
+    ids, origin = geometry.clamp(page_ids, Origin(page_count, first_head, first_layer, first_run))
+    in_cpp = partial(native.scatter, heads=geometry.heads, layers=geometry.layers)
     plain = partial(_scatter_plain, geometry)
     if implementation == "auto":
-        target = lax.platform_dependent(
-            target, ids, count, first, rows, cuda=partial(_scatter_pallas, geometry, "pallas"), default=plain
+        return lax.platform_dependent(
+            pool,
+            ids,
+            origin,
+            staging,
+            cuda=partial(_scatter_pallas, geometry, "pallas"),
+            default=in_cpp if native.in_use() else plain,
         )
-    elif implementation == "plain":
-        target = plain(target, ids, count, first, rows)
-    else:
-        target = _scatter_pallas(geometry, implementation, target, ids, count, first, rows)
-    return target.reshape(pool.shape)
+    if implementation == "native":
+        return in_cpp(pool, ids, origin, staging)
+    if implementation == "plain":
+        return plain(pool, ids, origin, staging)
+    return _scatter_pallas(geometry, implementation, pool, ids, origin, staging)
 
 
-@partial(jax.jit, donate_argnums=0, static_argnums=(5, 6))
+@partial(jax.jit, donate_argnums=0, static_argnums=(4, 5, 6))
 def _scatter(
     pool: jax.Array,
-    staging: jax.Array,
     page_ids: jax.Array,
-    page_count: jax.Array,
-    first_head: jax.Array,
+    staging: jax.Array,
+    origin: Origin,
     heads: int,
+    layers: int,
     implementation: Implementation,
 ) -> jax.Array:
     return scatter_pages_body(
-        pool, staging, page_ids, page_count, first_head=first_head, heads=heads, implementation=implementation
+        pool,
+        staging,
+        page_ids,
+        origin.page_count,
+        first_head=origin.first_head,
+        heads=heads,
+        first_layer=origin.first_layer,
+        layers=layers,
+        first_run=origin.first_run,
+        implementation=implementation,
     )
 
 
 def _scatter_plain(
-    geometry: RepackGeometry, pool: jax.Array, ids: jax.Array, count: jax.Array, first: jax.Array, rows: jax.Array
+    geometry: RepackGeometry, pool: jax.Array, ids: jax.Array, origin: jax.Array, staging: jax.Array
 ) -> jax.Array:
     layers, run = geometry.layers, geometry.run
+    rows = staging.reshape(-1, run)
+    count, first_head, first_layer, first_run = origin
 
-    def copy_page(page: jax.Array, pool: jax.Array) -> jax.Array:
-        def copy_head(head: jax.Array, pool: jax.Array) -> jax.Array:
-            row = (head * count + page) * layers
+    def copy_page(page: jax.Array, target: jax.Array) -> jax.Array:
+        def copy_head(head: jax.Array, target: jax.Array) -> jax.Array:
+            row = first_run + (head * count + page) * layers
             block = lax.dynamic_slice(rows, (row, 0), (layers, run), allow_negative_indices=False)
             return lax.dynamic_update_slice(
-                pool,
+                target,
                 block.reshape(layers, 1, 1, run),
-                (0, ids[page], first + head, 0),
+                (first_layer, ids[page], first_head + head, 0),
                 allow_negative_indices=False,
             )
 
-        return lax.fori_loop(0, geometry.heads, copy_head, pool)
+        return lax.fori_loop(0, geometry.heads, copy_head, target)
 
-    return lax.fori_loop(0, count, copy_page, pool)
+    return lax.fori_loop(0, count, copy_page, geometry.flat(pool)).reshape(pool.shape)
 
 
 def _scatter_pallas(
@@ -136,35 +158,36 @@ def _scatter_pallas(
     implementation: Implementation,
     pool: jax.Array,
     ids: jax.Array,
-    count: jax.Array,
-    first: jax.Array,
-    rows: jax.Array,
+    origin: jax.Array,
+    staging: jax.Array,
 ) -> jax.Array:
     layers, tile = geometry.layers, geometry.tile
+    target, rows = geometry.flat(pool), staging.reshape(-1, geometry.run)
 
-    def copy_run(ids_ref: Ref, scalars_ref: Ref, rows_ref: Ref, _: Ref, pool_ref: Ref) -> None:
+    def copy_run(ids_ref: Ref, origin_ref: Ref, rows_ref: Ref, _: Ref, pool_ref: Ref) -> None:
         head, page, layer = pl.program_id(0), pl.program_id(1), pl.program_id(2)
-        pages = scalars_ref[0]
+        pages = origin_ref[0]
 
         @pl.when(page < pages)
         def _() -> None:
-            target_page, target_head = ids_ref[page], scalars_ref[1] + head
-            row = (head * pages + page) * layers + layer
+            target_page, target_head, target_layer = ids_ref[page], origin_ref[1] + head, origin_ref[2] + layer
+            row = origin_ref[3] + (head * pages + page) * layers + layer
 
             def copy_tile(part: jax.Array, _: None) -> None:
                 words = pl.ds(part * tile, tile)
-                pool_ref[layer, target_page, target_head, words] = rows_ref[row, words]
+                pool_ref[target_layer, target_page, target_head, words] = rows_ref[row, words]
 
             lax.fori_loop(0, geometry.run // tile, copy_tile, None)
 
     in_place = pl.BlockSpec(memory_space=pl.ANY)
-    return pl.pallas_call(
+    moved = pl.pallas_call(
         copy_run,
-        out_shape=jax.ShapeDtypeStruct(pool.shape, pool.dtype),
+        out_shape=jax.ShapeDtypeStruct(target.shape, pool.dtype),
         grid=(geometry.heads, geometry.slot_pages, layers),
         in_specs=[in_place] * 4,
         out_specs=in_place,
         input_output_aliases={3: 0},
         name="scatter_pages",
         **pallas_options(implementation),
-    )(ids, jnp.stack([count, first]), rows, pool)
+    )(ids, origin, rows, target)
+    return moved.reshape(pool.shape)

@@ -1,9 +1,11 @@
-"""Kernels in C++ for one CPU device: products of few rows and paged attention, where XLA's own are slow.
+"""Kernels in C++ for one CPU device: products with weights and paged attention, where XLA's own are slow.
 
 | call        | computes                              |
 | ----------- | ------------------------------------- |
 | `product`   | x [M, K] · w [N, K], contracted on K  |
 | `attention` | queries over pages [L, P, H, 2, S, D] |
+| `gather`    | pages into a staging slot, in place   |
+| `scatter`   | a staging slot into pages, in place   |
 
 docs/performance.md has the figures. `load` compiles the sources that lie here with the machine's C++ compiler, once,
 into a folder, and registers them with JAX as FFI targets. They run inside the compiled step, on XLA's threads. Without
@@ -26,12 +28,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-_SOURCES = ("product.cc", "attention.cc")
+_SOURCES = ("product.cc", "attention.cc", "repack.cc")
 _HEADERS = ("common.h",)
-_TARGETS = ("pdjax_product", "pdjax_attention")
+_TARGETS = ("pdjax_product", "pdjax_attention", "pdjax_gather", "pdjax_scatter")
 _OPTIONS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-shared", "-pthread", "-w")
 _COMPILE_SECONDS = 300.0
-_MOST_ROWS = 32
 _VECTOR_WORDS = 16  # a head_dim is a multiple of the widest vector
 
 _loaded: list[ctypes.CDLL] = []
@@ -62,13 +63,12 @@ def in_use() -> bool:
     return bool(_loaded) and jax.device_count() == 1
 
 
-def is_faster(rows: int, dtype: jnp.dtype) -> bool:
-    """Whether `product` is the way to go for `rows` rows by weights of this dtype.
+def multiplies(dtype: jnp.dtype) -> bool:
+    """Whether `product` is the way to go for weights of this dtype.
 
-    It is for few rows: a SmolLM2 step of 8 float32 rows takes 38 ms with it and 77 without, one of 32 142 and 172, but
-    one of 128 890 and 308. bfloat16 is left to XLA on processors that multiply it in hardware.
+    docs/performance.md says what it costs. bfloat16 is left to XLA on processors that multiply it in hardware.
     """
-    return in_use() and rows <= _MOST_ROWS and not (dtype == jnp.bfloat16 and _multiplies_bfloat16())
+    return in_use() and not (dtype == jnp.bfloat16 and _multiplies_bfloat16())
 
 
 def can_attend(head_dim: int) -> bool:
@@ -100,6 +100,33 @@ def attention(
     shape = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     call = jax.ffi.ffi_call("pdjax_attention", shape)
     return call(q.astype(jnp.float32), pool, layer, page_table, positions)
+
+
+def gather(
+    pool: jax.Array, page_ids: jax.Array, origin: jax.Array, staging: jax.Array, *, heads: int, layers: int
+) -> jax.Array:
+    """What `pdjax.kernels.gather` does, in place where the caller donates `staging`, and else on a copy.
+
+    XLA makes that copy too when either array was so much as reshaped before.
+
+    Args:
+        pool: words [L, P, H, 1 or 2, S, D] of any type.
+        page_ids: int32 [most pages].
+        origin: int32 [4], see `pdjax.kernels.geometry.Origin`. Out of range is an error.
+        staging: flat words of the pool's type.
+    """
+    shape = jax.ShapeDtypeStruct(staging.shape, staging.dtype)
+    call = jax.ffi.ffi_call("pdjax_gather", shape, input_output_aliases={3: 0})
+    return call(pool, page_ids, origin, staging, heads=heads, layers=layers)
+
+
+def scatter(
+    pool: jax.Array, page_ids: jax.Array, origin: jax.Array, staging: jax.Array, *, heads: int, layers: int
+) -> jax.Array:
+    """The inverse of `gather`: returns the pool, in place where the caller donates it."""
+    shape = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+    call = jax.ffi.ffi_call("pdjax_scatter", shape, input_output_aliases={0: 0})
+    return call(pool, page_ids, origin, staging, heads=heads, layers=layers)
 
 
 def _compiled(folder: Path) -> Path:

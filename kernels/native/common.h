@@ -8,6 +8,10 @@
 #include <memory>
 #include <thread>
 
+#if defined(__FMA__)
+#include <immintrin.h>
+#endif
+
 #include "xla/ffi/api/ffi.h"
 
 namespace pdjax {
@@ -35,6 +39,20 @@ inline Vec Load(const uint16_t* from) {
   return (Vec)(__builtin_convertvector(*reinterpret_cast<const HalfVecU*>(from), WordVec) << 16);
 }
 
+// Not by adding to zero: that is an addition, because of signed zeros.
+inline Vec Splat(float value) { return value - Vec{}; }
+
+// sum + a * b, rounded once where the processor can. Left to GCC, some loops would round twice and others once.
+inline Vec AddProduct(Vec sum, Vec a, Vec b) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX__) && defined(__FMA__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return sum + a * b;
+#endif
+}
+
 inline float Widen(float value) { return value; }
 
 inline float Widen(uint16_t word) {
@@ -46,8 +64,34 @@ inline float Widen(uint16_t word) {
 
 inline void Store(float* to, Vec value) { *reinterpret_cast<VecU*>(to) = value; }
 
+typedef float Quad __attribute__((vector_size(16)));
+typedef float QuadU __attribute__((vector_size(16), aligned(4), may_alias));
+typedef int32_t IntQuad __attribute__((vector_size(16)));
+
+template <int A, int B, int C, int D>
+inline Quad Shuffle(Quad a, Quad b) {
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, A, B, C, D);
+#else
+  return __builtin_shuffle(a, b, IntQuad{A, B, C, D});
+#endif
+}
+
+// Four rows of four floats become four rows of what were columns.
+inline void TransposeQuads(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  Quad in[4], low[2], high[2];
+  for (int i = 0; i < 4; ++i) in[i] = *reinterpret_cast<const QuadU*>(from + i * from_stride);
+  for (int i = 0; i < 2; ++i) {
+    low[i] = Shuffle<0, 4, 1, 5>(in[2 * i], in[2 * i + 1]);
+    high[i] = Shuffle<2, 6, 3, 7>(in[2 * i], in[2 * i + 1]);
+  }
+  *reinterpret_cast<QuadU*>(to) = Shuffle<0, 1, 4, 5>(low[0], low[1]);
+  *reinterpret_cast<QuadU*>(to + to_stride) = Shuffle<2, 3, 6, 7>(low[0], low[1]);
+  *reinterpret_cast<QuadU*>(to + 2 * to_stride) = Shuffle<0, 1, 4, 5>(high[0], high[1]);
+  *reinterpret_cast<QuadU*>(to + 3 * to_stride) = Shuffle<2, 3, 6, 7>(high[0], high[1]);
+}
+
 inline float Sum(Vec value) {
-  typedef float Quad __attribute__((vector_size(16)));
   Quad quad[kLanes / 4];
   std::memcpy(quad, &value, sizeof value);
   for (int width = kLanes / 8; width > 0; width /= 2) {

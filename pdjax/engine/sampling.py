@@ -22,6 +22,7 @@ from pdjax.wire import SamplingParams
 
 MAX_BANNED = 64  # tokens that a row may exclude before `min_new_tokens`
 MAX_TOP = 20  # best tokens that can be told at a position
+DRAW_BLOCK = 128  # tokens; a power of two
 
 PENALIZED, BIASED, BANNED, MASKED, TOP = 1, 2, 4, 8, 16  # what a row asks for
 
@@ -241,11 +242,37 @@ def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Ar
         lambda: scaled,
     )
 
-    def noise(seed, position):
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, (logits.shape[-1],), jnp.float32)
+    def two_uniforms(seed, position):
+        return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position), (2,), jnp.float32)
 
-    return jnp.argmax(filtered + jax.vmap(noise)(rows.seeds, positions), axis=-1).astype(jnp.int32)
+    return inverse_cdf(filtered, jax.vmap(two_uniforms)(rows.seeds, positions))
+
+
+def inverse_cdf(scaled: jax.Array, uniforms: jax.Array) -> jax.Array:
+    """int32 [batch]: tokens drawn by softmax of scaled [batch, vocab], with uniforms [batch, 2] in [0, 1).
+
+    First a block of `DRAW_BLOCK` tokens is drawn, then one of its tokens: two numbers a row, where Gumbel noise wants
+    one a token (1 ms of processor time against 11 for 8 rows of 49,152). All sums are made in an order of their own,
+    so that a row's draw does not depend on how XLA reduces batches of this size.
+    """
+    batch, vocab = scaled.shape
+    weights = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
+    blocks = jnp.pad(weights, ((0, 0), (0, -vocab % DRAW_BLOCK))).reshape(batch, -1, DRAW_BLOCK)
+    halves = blocks
+    while halves.shape[-1] > 1:
+        middle = halves.shape[-1] // 2
+        halves = halves[..., :middle] + halves[..., middle:]
+    block = _pick_weighted(halves[..., 0], uniforms[:, 0])
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    return (block * DRAW_BLOCK + _pick_weighted(inside, uniforms[:, 1])).astype(jnp.int32)
+
+
+def _pick_weighted(weights: jax.Array, uniform: jax.Array) -> jax.Array:
+    """int32 [batch]: an index of weights [batch, n], by weight. One of weight 0 is never picked."""
+    sums = lax.associative_scan(jnp.add, weights, axis=-1)
+    reached = (sums > uniform[:, None] * sums[:, -1:]) & (weights > 0)
+    # Rounding may leave none: then the heaviest.
+    return jnp.where(jnp.any(reached, axis=-1), jnp.argmax(reached, axis=-1), jnp.argmax(weights, axis=-1))
 
 
 def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -254,23 +281,34 @@ def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     Thresholds are found by bisection, because sorting a vocabulary a row costs milliseconds on CPU and one bisection
     step costs microseconds.
     """
-    top_k, top_p, min_p = rows.top_k, rows.top_p, rows.min_p
+    scaled = lax.cond(jnp.any(rows.top_k > 0), lambda: _keep_best(scaled, rows.top_k), lambda: scaled)
+    probabilities = jax.nn.softmax(scaled, axis=-1)
+    likely = lax.cond(
+        jnp.any(rows.top_p < 1),
+        lambda: _likely(probabilities, rows.top_p[:, None]),
+        lambda: jnp.ones_like(probabilities, bool),
+    )
+    allowed = likely & (probabilities >= rows.min_p[:, None] * jnp.max(probabilities, axis=-1, keepdims=True))
+    return jnp.where(allowed, scaled, -jnp.inf)
+
+
+def _keep_best(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
     best = jnp.max(scaled, axis=-1, keepdims=True)
     wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])[:, None]
     # The cut keeps every value above `low`: the largest threshold under which at least `wanted` values remain.
     # What is excluded already has no part in the search: between -inf and a number there is no middle.
     least = jnp.min(jnp.where(scaled > -jnp.inf, scaled, best), axis=-1, keepdims=True)
     low = _bisect(least - 1, best, lambda cut: _count(scaled > cut) >= wanted)
-    scaled = jnp.where(scaled > low, scaled, -jnp.inf)
+    return jnp.where(scaled > low, scaled, -jnp.inf)
 
-    probabilities = jax.nn.softmax(scaled, axis=-1)
+
+def _likely(probabilities: jax.Array, top_p: jax.Array) -> jax.Array:
+    """bool like probabilities: the fewest, the best first, that sum up to top_p [batch, 1]."""
     kept = lambda cut: jnp.sum(jnp.where(probabilities > cut, probabilities, 0), axis=-1, keepdims=True)  # noqa: E731
-    low = _bisect(jnp.full_like(best, -1.0), jnp.max(probabilities, axis=-1, keepdims=True),
-                  lambda cut: kept(cut) >= top_p[:, None])  # fmt: skip
+    best = jnp.max(probabilities, axis=-1, keepdims=True)
+    low = _bisect(jnp.full_like(best, -1.0), best, lambda cut: kept(cut) >= top_p)
     # With top_p of 1 rounding must not drop the tail.
-    allowed = (probabilities > low) | (top_p[:, None] >= 1)
-    allowed &= probabilities >= min_p[:, None] * jnp.max(probabilities, axis=-1, keepdims=True)
-    return jnp.where(allowed, scaled, -jnp.inf)
+    return (probabilities > low) | (top_p >= 1)
 
 
 def _count(mask: jax.Array) -> jax.Array:

@@ -11,15 +11,17 @@ from pdjax.engine.plan import ON_DEVICE
 from pdjax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from pdjax.engine.sampling import PENALIZED, TOP, Picked, SamplingRows, sample
 from pdjax.engine.slots import OUTPUT, Progress, Tables
-from pdjax.layers.attention import PagedBatch, attend_decode, attend_prefill, write_pages
+from pdjax.layers.attention import PagedBatch
+from pdjax.layers.attention_backend import AttentionBackend
 from pdjax.models.checkpoint import LoadedModel
 
 
 class Steps:
     """Steps of one model. The pool is threaded through the layers."""
 
-    def __init__(self, model: LoadedModel, dtype: jnp.dtype) -> None:
+    def __init__(self, model: LoadedModel, dtype: jnp.dtype, attention: AttentionBackend) -> None:
         self._model = model
+        self._attention = attention
         self._dtype = dtype
 
     def prefill(
@@ -40,7 +42,7 @@ class Steps:
         offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]  # [1, T]
         batch = PagedBatch(page_table, start + offsets, offsets < count)
         module = self._model.merge(leaves)
-        hidden, pool = module(token_ids, batch.positions, pool, self._attend(batch, attend_prefill))
+        hidden, pool = module(token_ids, batch.positions, pool, self._attend(batch, self._attention.prefill))
         last = jnp.take(hidden, count - 1, axis=1)  # [1, hidden]
         with jax.named_scope("sample"):
             picked = sample(module.logits(last), sampling, (start + count)[None], progress, tables)
@@ -75,7 +77,7 @@ class Steps:
         progress = progress._replace(seen=seen)
         batch = PagedBatch(page_table, positions, jnp.ones_like(positions, bool))
         module = self._model.merge(leaves)
-        hidden, pool = module(token_ids, positions, pool, self._attend(batch, attend_decode))
+        hidden, pool = module(token_ids, positions, pool, self._attend(batch, self._attention.decode))
         with jax.named_scope("sample"):
             picked = sample(module.logits(hidden[:, 0]), sampling, positions[:, 0] + 1, progress, tables)
         progress = progress._replace(last=progress.last.at[sampling.slots].set(picked.tokens, mode="drop"))
@@ -83,7 +85,7 @@ class Steps:
 
     def _attend(self, batch: PagedBatch, attend: Callable) -> Callable:
         def attend_layer(layer, q, k, v, pool):
-            pool = write_pages(pool, layer, k, v, batch)
+            pool = self._attention.write(pool, layer, k, v, batch)
             return attend(q, pool, layer, batch, self._dtype), pool
 
         return attend_layer

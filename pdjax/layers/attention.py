@@ -54,6 +54,13 @@ def attend_prefill(q: jax.Array, pool: jax.Array, layer: jax.Array, batch: Paged
         # A padding token may lie past the table.
         positions = jnp.where(batch.valid, batch.positions, 0)
         return native.attention(q, pool, layer, batch.page_table, positions).astype(q.dtype)
+    return attend_prefill_plain(q, pool, layer, batch, dtype)
+
+
+def attend_prefill_plain(
+    q: jax.Array, pool: jax.Array, layer: jax.Array, batch: PagedBatch, dtype: jnp.dtype
+) -> jax.Array:
+    """`attend_prefill` without kernels."""
 
     def one_request(row):
         q, page_table, positions, valid = row
@@ -66,13 +73,20 @@ def attend_prefill(q: jax.Array, pool: jax.Array, layer: jax.Array, batch: Paged
 
 
 def attend_decode(q: jax.Array, pool: jax.Array, layer: jax.Array, batch: PagedBatch, dtype: jnp.dtype) -> jax.Array:
-    """Attention of one token a request: q [B, 1, heads, D] over each request's pages; returns the same shape.
+    """Attention of one token a request: q [B, 1, heads, D] over each request's pages; returns the same shape."""
+    if native.can_attend(q.shape[-1]):
+        return native.attention(q, pool, layer, batch.page_table, batch.positions).astype(q.dtype)
+    return attend_decode_plain(q, pool, layer, batch, dtype)
+
+
+def attend_decode_plain(
+    q: jax.Array, pool: jax.Array, layer: jax.Array, batch: PagedBatch, dtype: jnp.dtype
+) -> jax.Array:
+    """`attend_decode` without kernels.
 
     A loop over requests beats one batched gather on CPU (20 against 26 ms for 30 layers of 8 rows and 256 tokens):
     the pages of one request stay in the cache between their two products, which are float32 for the same reason.
     """
-    if native.can_attend(q.shape[-1]):
-        return native.attention(q, pool, layer, batch.page_table, batch.positions).astype(q.dtype)
 
     def one_request(row):
         q, page_table, positions = row

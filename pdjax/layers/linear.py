@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -21,7 +19,7 @@ def contract_last(x: jax.Array, weight: jax.Array) -> jax.Array:
     [49152, 576] matrix. A single bfloat16 row takes a scalar path there (33 ms), so one row is computed as two.
     """
     lead = x.shape[:-1]
-    if native.is_faster(math.prod(lead), weight.dtype):
+    if native.multiplies(weight.dtype):
         out = native.product(x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]))
         return out.reshape(*lead, *weight.shape[:-1])
     x = x.astype(weight.dtype)

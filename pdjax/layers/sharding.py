@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,18 +14,20 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 LogicalAxes = tuple[str | None, ...]
 
-# Logical axis -> mesh axis. An axis that is not named here is whole on every device.
-RULES: dict[str, str] = {
-    "kv_heads": "tp",  # a key-value head with the query heads that read it
-    "heads": "tp",  # query heads times head_dim, in the order of kv_heads
-    "mlp": "tp",
-    "vocab": "tp",
+# Logical axis -> mesh axes. An axis that is not named here is whole on every device. A mesh has the axis copy only
+# where there are more devices than key-value heads: each head is then on so many of them.
+RULES: dict[str, tuple[str, ...]] = {
+    "kv_heads": ("tp",),  # a key-value head with the query heads that read it
+    "heads": ("tp",),  # query heads times head_dim, in the order of kv_heads
+    "mlp": ("tp", "copy"),
+    "vocab": ("tp", "copy"),
 }
 
 # Axes that stay whole where the mesh does not divide them: a vocabulary may have any size.
 MAY_STAY_WHOLE = frozenset({"vocab"})
 
 TENSOR_AXIS = "tp"
+COPY_AXIS = "copy"
 NORMAL = jax.nn.initializers.normal(0.02)
 
 
@@ -32,6 +35,15 @@ def tensor_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the one axis tp over `jax.Device` objects (default: all of the program). Its axes are Auto."""
     found = np.array(jax.devices() if devices is None else devices)
     return Mesh(found, (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def mesh_for_heads(devices: Sequence[Any], kv_heads: int) -> Mesh:
+    """A mesh over all of `devices`, with an axis copy behind tp if they are a multiple of the key-value heads."""
+    count = len(devices)
+    if count <= kv_heads or count % kv_heads:
+        return tensor_mesh(devices)
+    found = np.array(devices).reshape(kv_heads, count // kv_heads)
+    return Mesh(found, (TENSOR_AXIS, COPY_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def parameter(
@@ -54,20 +66,18 @@ def partition_spec(name: str, shape: tuple[int, ...], axes: LogicalAxes, mesh: M
     Raises:
         ValueError: the mesh has an axis tp that does not divide what it must cut.
     """
-    parts: list[str | None] = []
+    parts: list[str | tuple[str, ...] | None] = []
     for size, axis in zip(shape, axes, strict=True):
-        mesh_axis = RULES.get(axis) if axis else None
-        if mesh_axis is None or mesh_axis not in mesh.shape:
+        mesh_axes = tuple(name for name in RULES.get(axis or "", ()) if name in mesh.shape)
+        devices = math.prod(mesh.shape[name] for name in mesh_axes)
+        if not mesh_axes:
             parts.append(None)
-        elif size % mesh.shape[mesh_axis] == 0:
-            parts.append(mesh_axis)
+        elif size % devices == 0:
+            parts.append(mesh_axes if len(mesh_axes) > 1 else TENSOR_AXIS)
         elif axis in MAY_STAY_WHOLE:
             parts.append(None)
         else:
-            raise ValueError(
-                f"parameter {name}: {mesh_axis}={mesh.shape[mesh_axis]} does not divide its {size} {axis}; "
-                f"choose a {mesh_axis} that does"
-            )
+            raise ValueError(f"parameter {name}: tp={devices} does not divide its {size} {axis}; choose a tp that does")
     return PartitionSpec(*parts)
 
 

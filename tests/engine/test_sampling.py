@@ -11,7 +11,7 @@ import pytest
 from sampling_oracle import adjusted, log_softmax
 
 from pdjax.engine.plan import History, Row
-from pdjax.engine.sampling import MAX_TOP, Picked, problem, sample, sampling_rows
+from pdjax.engine.sampling import DRAW_BLOCK, MAX_TOP, Picked, inverse_cdf, problem, sample, sampling_rows
 from pdjax.engine.slots import MAX_BIAS, Progress, Tables, empty, mask_rows, slot_row, write_masks, write_slot
 from pdjax.wire import Grammar, SamplingParams
 
@@ -120,6 +120,24 @@ def test_draws_follow_the_probabilities() -> None:
     count = 3200
     error = np.abs(draws(logits, count, temperature=0.8) - expected)
     assert (error < 5 * np.sqrt(expected / count) + 2e-3).all()
+
+
+def test_draws_from_a_vocabulary_of_many_blocks_follow_the_probabilities_too() -> None:
+    random = np.random.default_rng(6)
+    vocab, count = 3 * DRAW_BLOCK + 5, 40_000
+    logits = random.normal(0, 1.5, vocab).astype(np.float32)
+    excluded = np.r_[0:3, DRAW_BLOCK : 2 * DRAW_BLOCK, vocab - 2 : vocab]  # one of the blocks wholly
+    logits[excluded] = -np.inf
+    uniforms = random.random((count, 2), np.float32)
+    uniforms[:4] = [[0, 0], [0, 1 - 2**-24], [1 - 2**-24, 0], [1 - 2**-24, 1 - 2**-24]]
+    tokens = np.asarray(jax.jit(inverse_cdf)(np.broadcast_to(logits, (count, vocab)), uniforms))
+    drawn = np.bincount(tokens, minlength=vocab)
+    assert not drawn[excluded].any()
+    expected = np.exp(log_softmax(logits)) * count
+    expected, drawn = np.delete(expected, excluded), np.delete(drawn, excluded)
+    chi_square = ((drawn - expected) ** 2 / expected).sum()
+    degrees = len(expected) - 1
+    assert abs(chi_square - degrees) < 6 * np.sqrt(2 * degrees)
 
 
 @pytest.mark.parametrize(

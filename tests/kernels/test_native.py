@@ -59,6 +59,17 @@ def test_attention_is_that_of_plain_jax(
     np.testing.assert_allclose(ours, plain, atol=2e-5 if dtype == "float32" else 3e-2)
 
 
+def test_attention_gives_a_prompt_the_same_bits_in_one_step_and_in_two():
+    rng = np.random.default_rng(2)
+    pool = jnp.asarray(rng.standard_normal((1, 9, 2, 2, 16, 64), np.float32))
+    q = rng.standard_normal((1, 40, 6, 64), np.float32)
+    table, positions = np.arange(1, 9, dtype=np.int32)[None], np.arange(40, dtype=np.int32)[None] + 50
+    attention = jax.jit(native.attention)
+    whole = attention(q, pool, jnp.int32(0), table, positions)
+    parts = [attention(q[:, part], pool, jnp.int32(0), table, positions[:, part]) for part in (np.s_[:16], np.s_[16:])]
+    np.testing.assert_array_equal(whole, np.concatenate(parts, axis=1))
+
+
 def test_a_page_that_the_pool_does_not_have_is_refused():
     pool = jnp.zeros((1, 2, 1, 2, 16, 16))
     q, positions = jnp.zeros((1, 1, 1, 16)), jnp.zeros((1, 1), jnp.int32)

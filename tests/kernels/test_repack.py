@@ -13,11 +13,18 @@ from hypothesis import given, settings
 from jax import export
 from jax.sharding import AxisType, PartitionSpec
 
-from pdjax.kernels import Implementation, gather_pages, gather_pages_body, scatter_pages, scatter_pages_body
+from pdjax.kernels import Implementation, gather_pages, gather_pages_body, native, scatter_pages, scatter_pages_body
+from pdjax.launch.cache_folder import cache_root
 
-RUNNABLE = ("plain", "pallas_interpret", "auto")
+RUNNABLE = ("plain", "native", "pallas_interpret", "auto")
 # (layers, pages, heads, page size, head_dim), most pages of a slot
 SHAPES = [((3, 9, 4, 4, 8), 6), ((1, 5, 1, 16, 64), 4), ((2, 12, 6, 2, 24), 11)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels() -> None:
+    if not native.load(cache_root() / "native"):
+        pytest.skip("this machine has no C++ compiler")
 
 
 def make_pool(shape: tuple[int, ...], dtype: str, seed: int = 0) -> np.ndarray:
@@ -76,7 +83,37 @@ def test_the_named_pages_move_in_place_and_nothing_else_does(
             np.testing.assert_array_equal(pool, changed)
 
 
-@settings(max_examples=25, deadline=None)
+@pytest.mark.parametrize("implementation", RUNNABLE)
+def test_some_layers_move_to_and_from_anywhere_in_staging(implementation: Implementation) -> None:
+    shape = (5, 9, 4, 4, 32)
+    host, incoming, page_ids = make_pool(shape, "uint16"), make_pool(shape, "uint16", seed=2), pick_pages(9, 3)
+    run = 2 * 4 * 32
+    where = {"first_layer": 2, "layers": 2, "first_head": 1, "heads": 3, "first_run": 7}
+    staging = jnp.full(40 * run, 7, "uint16")
+    pool = jnp.array(host)
+    staging = gather_pages(pool, page_ids, 3, staging, implementation=implementation, **where)
+    expected = np.full(40 * run, 7, "uint16")
+    taken = slice(7 * run, (7 + 3 * 3 * 2) * run)
+    expected[taken] = expected_words(host[2:4], page_ids, 1, 3)
+    np.testing.assert_array_equal(staging, expected)
+    expected[taken] = expected_words(incoming[2:4], page_ids, 1, 3)
+    pool = scatter_pages(pool, jnp.array(expected), page_ids, 3, implementation=implementation, **where)
+    host[2:4, page_ids, 1:4] = incoming[2:4, page_ids, 1:4]
+    np.testing.assert_array_equal(pool, host)
+
+
+@pytest.mark.parametrize("planes", [1, 2])
+def test_large_blocks_of_a_latent_or_of_keys_and_values_move_past_the_caches(planes: int) -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 16, (8, 70, 2, planes, 64, 64)).astype("uint16")
+    page_ids = pick_pages(70, 69)
+    staging = jnp.zeros(words[:, 1:].size, "uint16")
+    staging = gather_pages(jnp.array(words), page_ids, 69, staging, implementation="native")
+    np.testing.assert_array_equal(staging, expected_words(words, page_ids, 0, 2))
+    pool = scatter_pages(jnp.zeros(words.shape, "uint16"), staging, page_ids, 69, implementation="native")
+    np.testing.assert_array_equal(pool[:, 1:], words[:, 1:])
+
+
+@settings(max_examples=12, deadline=None)
 @given(data=st.data())
 def test_a_chunk_scattered_elsewhere_is_the_chunk_that_was_gathered(data: st.DataObject) -> None:
     shape, slot_pages = data.draw(st.sampled_from(SHAPES))
@@ -112,7 +149,7 @@ def test_bits_survive_that_are_no_ordinary_floats() -> None:
     np.testing.assert_array_equal(moved[:, page_ids], patterns[:, page_ids])
 
 
-@pytest.mark.parametrize("implementation", ["plain", "pallas_interpret"])
+@pytest.mark.parametrize("implementation", ["plain", "native", "pallas_interpret"])
 def test_another_page_count_or_first_head_compiles_nothing(implementation: Implementation) -> None:
     shape, slot_pages = (2, 7, 3, 4, 8), 5
     pool, staging = jnp.array(make_pool(shape, "uint16")), jnp.zeros(slot_words(shape, 2, slot_pages), "uint16")
@@ -173,14 +210,13 @@ def test_inside_shard_map_each_device_moves_its_own_heads(implementation: Implem
 
 
 @pytest.mark.filterwarnings("ignore:.*pallas_call.*:DeprecationWarning")
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
-@pytest.mark.parametrize("dtype", ["uint16", "float32"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(64, "uint16"), (80, "uint16"), (128, "float32")])
 @pytest.mark.parametrize(
     "implementation, custom_call",
     [("pallas", "mosaic_gpu_v2"), ("pallas_triton", "__gpu$xla.gpu.triton"), ("auto", "mosaic_gpu_v2")],
 )
 def test_both_kernels_lower_for_cuda_without_a_gpu(
-    implementation: Implementation, custom_call: str, dtype: str, head_dim: int
+    implementation: Implementation, custom_call: str, head_dim: int, dtype: str
 ) -> None:
     shape, slot_pages = (2, 5, 4, 16, head_dim), 4
     pool = jax.ShapeDtypeStruct((2, 5, 4, 2, 16, head_dim), dtype)
@@ -223,11 +259,14 @@ def test_values_out_of_range_inside_a_compiled_function_harm_no_page_but_the_tra
         ({"page_ids": np.ones(5, np.int32)}, "make the slot larger or page_ids shorter"),
         ({"words": 1030}, "staging has 1030 words; 2 heads of 4 pages need 1024, in a multiple of 64"),
         ({"heads": 3}, "3 heads asked for; the pool has 2"),
+        ({"layers": 3}, "3 layers asked for; the pool has 2"),
+        ({"layers": 1, "first_layer": 2}, "layers 2 to 2 asked for; the pool has 0 to 1"),
+        ({"first_run": 1}, "runs 1 to 16 of staging asked for; it has 16"),
         ({"heads": 1, "first_head": 2}, "heads 2 to 2 asked for; the pool has 0 to 1"),
         ({"staging_dtype": "float32"}, "the pool holds uint16 words and staging float32"),
         ({"pool_dtype": "bfloat16", "staging_dtype": "bfloat16"}, "stored as uint16"),
-        ({"pool_shape": (2, 5, 2, 1, 4, 8)}, "expected [layer, page, head, 2, slot in page, head_dim]"),
-        ({"implementation": "fast"}, "expected one of auto, plain, pallas"),
+        ({"pool_shape": (2, 5, 2, 3, 4, 8)}, "expected [layer, page, head, 2, slot in page, head_dim]"),
+        ({"implementation": "fast"}, "expected one of auto, plain, native, pallas"),
     ],
 )
 @pytest.mark.parametrize("kernel", ["gather", "scatter"])

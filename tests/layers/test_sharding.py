@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from pdjax.layers.sharding import param_shardings, parameter, partition_spec, tensor_mesh
+from pdjax.layers.sharding import mesh_for_heads, param_shardings, parameter, partition_spec, tensor_mesh
 from pdjax.models.llama import Llama
 from pdjax.models.random import tiny_config
 
@@ -29,6 +29,20 @@ def test_every_large_parameter_is_cut_and_norms_are_whole():
 def test_heads_that_tp_does_not_divide_are_refused_with_both_numbers():
     with pytest.raises(ValueError, match="qkv: tp=2 does not divide its 3 kv_heads"):
         partition_spec("qkv", (3, 8), ("kv_heads", None), mesh(2))
+
+
+def test_beyond_the_number_of_heads_each_head_is_on_several_devices_and_the_rest_is_cut_further():
+    devices = mesh_for_heads(range(8), kv_heads=4)  # type: ignore[arg-type]
+    assert dict(devices.shape) == {"tp": 4, "copy": 2}
+    assert partition_spec("qkv", (4, 8), ("kv_heads", None), devices) == PartitionSpec("tp", None)
+    assert partition_spec("mlp", (16, 8), ("mlp", None), devices) == PartitionSpec(("tp", "copy"), None)
+    with pytest.raises(ValueError, match="mlp: tp=8 does not divide its 12 mlp"):
+        partition_spec("mlp", (12, 8), ("mlp", None), devices)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4, 6])
+def test_up_to_the_number_of_heads_and_beside_its_multiples_a_mesh_has_one_axis(devices: int):
+    assert mesh_for_heads(range(devices), kv_heads=4).axis_names == ("tp",)
 
 
 def test_a_vocabulary_that_tp_does_not_divide_stays_whole():
