@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import secrets
 import sys
-from collections import deque
-from dataclasses import dataclass
+import time
 
-from pdjax.disagg.protocol import actions, decode_room, messages
-from pdjax.disagg.protocol.decode_room import DecodeRoom
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.asks import DecodeAsk
+from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.states import next_deadline
 from pdjax.disagg.timeline import RoomTimeline
-from pdjax.engine.admission import WaitingQueue
 from pdjax.engine.engine import Engine
 from pdjax.engine.plan import PrefillStep
 from pdjax.engine.request import OutputToken, Request
@@ -22,17 +20,8 @@ from pdjax.transfer.backend import Drained, Notice, PeerLost, TransferBackend, W
 from pdjax.transfer.staging import LandingRing
 
 
-@dataclass
-class _Job:
-    """A request of this instance with its room."""
-
-    request: Request
-    room: DecodeRoom
-    timeline: RoomTimeline
-
-
 class Decode:
-    """See `pdjax.engine.roles.Role`. Binds `DecodeRoom` machines to the engine, the network and the staging ring."""
+    """See `pdjax.engine.roles.Role`. Binds a `DecodeInstance` to the engine, the network and the staging ring."""
 
     name = "decode"
 
@@ -45,26 +34,16 @@ class Decode:
         ring: LandingRing,
         registration: messages.Registration,
         timeouts: Timeouts,
-        link_timeout: float,
     ) -> None:
         self._engine = engine
         self._network = network
         self._backend = backend
         self._ring = ring
-        self._registration = registration
-        self._timeouts = timeouts
-        self._link_timeout = link_timeout
-        self._rooms: dict[int, DecodeRoom] = {}
-        self._jobs: dict[int, _Job] = {}  # by room, until the prompt is here
-        self._room_of: dict[str, int] = {}  # by request id
-        self._waiting: WaitingQueue[_Job] = WaitingQueue(lambda job: job.request)  # without pages yet
-        self._links: dict[str, bool] = {}  # by link: whether it stands, or is being made
-        self._slot_queue: deque[tuple[DecodeRoom, int]] = deque()  # chunks that wait for a slot
-        self._drains: dict[int, DecodeRoom] = {}
-        self._drained = 0
-        self._counters = dict.fromkeys(
-            ("received_bytes", "received_chunks", "received_pages", "completed_rooms", "failed_rooms",
-             "damaged_chunks", "refused_frames"), 0)  # fmt: skip
+        self._link_timeout = timeouts.link
+        self._timelines: dict[str, RoomTimeline] = {}  # by request id, until the prompt is here
+        self._instance = DecodeInstance(self, registration=registration, timeouts=timeouts)
+
+    # What the engine asks of a role
 
     def submit(self, request: Request) -> None:
         """The client's half of a room has come."""
@@ -72,63 +51,50 @@ class Decode:
         if rendezvous is None:
             self._engine.fail(request, 400, "a decode instance needs bootstrap_room: send requests through a router")
             return
-        if request.wants_prompt_logprobs:
-            self._engine.fail(request, 400, messages.NO_PROMPT_LOGPROBS)
-            return
-        number = rendezvous.room
-        if number in self._rooms:
-            self._engine.fail(request, 400, f"room {number} is in use by another request")
-            return
-        room = DecodeRoom(number, self._timeouts, self._engine.spec.page_bytes)
-        room.deadline = self._engine.clock() + self._timeouts.waiting
-        self._rooms[number] = room
-        self._room_of[request.rid] = number
-        self._jobs[number] = _Job(request, room, RoomTimeline(request.arrived))
-        self._waiting.push(self._jobs[number])
+        self._timelines[request.rid] = RoomTimeline(request.arrived)
+        ask = DecodeAsk(
+            rid=request.rid,
+            room=rendezvous.room,
+            host=rendezvous.host,
+            port=rendezvous.port,
+            prompt_tokens=request.prompt_tokens,
+            prompt_digest=messages.prompt_digest(request.input_ids),
+            pages=self._engine.spec.pages(request.prompt_tokens),
+            priority=request.priority,
+            arrived=request.arrived,
+        )
+        self._instance.submit(ask, self._engine.clock())
 
     def abort(self, request: Request, reason: str) -> None:
         """The client has gone."""
-        number = self._room_of.get(request.rid)
-        if number is not None:
-            job = self._drop_job(number)
-            assert job is not None, "a request with a room number has a job"
-            self._feed(job.room, decode_room.Cancel(499, f"the decode request was aborted: {reason}"))
+        self._timelines.pop(request.rid, None)
+        self._instance.cancel(request.rid, reason, self._engine.clock())
 
     def on_event(self, event: object) -> None:
         """Links, messages, landed chunks."""
+        now = self._engine.clock()
         match event:
-            case LinkUp():
-                self._link_up(event)
-            case LinkFailed(link, reason):
-                self._drop_link(link, 503, f"no link to the prefill instance at {link}: {reason}")
-            case LinkDown(link, reason):
-                self._drop_link(link, 502, f"the link to the prefill instance at {link} ended: {reason}")
             case Frame(link, body):
-                self._receive(link, body)
+                self._instance.frame(link, body, now)
             case Notice(payload):
-                self._landed(payload)
+                self._instance.landed(payload, now)
+            case LinkUp(link, hello):
+                self._instance.link_up(link, hello, now)
+            case LinkFailed(link, reason, gone):
+                self._instance.link_failed(link, reason, now, gone=gone)
+            case LinkDown(link, reason, gone):
+                self._instance.link_down(link, reason, now, gone=gone)
             case Drained(id):
-                self._feed(self._drains.pop(id), decode_room.Drained())
+                self._instance.drained(id, now)
             case PeerLost() | WriteDone() | WriteFailed():
-                self._counters["refused_frames"] += 1
+                self._instance.counters["refused_frames"] += 1
             case _:
                 raise TypeError(f"a decode instance was sent {type(event).__name__}")
 
     def poll(self, now: float) -> float | None:
-        """Reserve pages by priority, then in order of arrival; open links, fire due timers."""
-        for room in list(self._rooms.values()):
-            self._feed(room, decode_room.Tick())
-        while self._waiting and self._engine.has_free_row():
-            job = self._waiting.first
-            request = job.request
-            pages = self._engine.allocator.allocate(request.rid, self._engine.spec.pages(request.max_tokens))
-            if pages is None:
-                break
-            request.pages = pages
-            self._waiting.pop()
-            job.timeline.reserved = now
-            self._meet(job)
-        return next_deadline(self._rooms.values())
+        """Reserve pages, and fire due timers."""
+        self._instance.steps = self._engine.steps
+        return self._instance.tick(now)
 
     def prefilling(self, request: Request, step: PrefillStep) -> None:
         """A decode instance computes no prompt."""
@@ -144,178 +110,98 @@ class Decode:
 
     def stats(self) -> dict[str, float]:
         """Rooms, queues and what was received."""
-        totals: dict[str, float] = {f"{name}_total": value for name, value in self._counters.items()}
-        return totals | {
-            "rooms": len(self._rooms),
-            "waiting_requests": len(self._waiting),
-            "links": sum(self._links.values()),
-            "staging_slots_free": self._ring.free_slots,
-            "staging_slots_wanted": len(self._slot_queue),
-        }
+        known = dict.fromkeys(
+            ("received_bytes", "received_chunks", "received_pages", "completed_rooms", "failed_rooms",
+             "damaged_chunks", "refused_frames"), 0.0)  # fmt: skip
+        totals = {f"{name}_total": value for name, value in known.items()}
+        return totals | self._instance.stats() | {"staging_slots_free": self._ring.free_slots}
 
     def check_integrity(self) -> None:
         """At rest no request has a room."""
-        if self._jobs or self._waiting:
-            raise AssertionError(f"rooms without a live request: {sorted(self._jobs)}")
+        self._instance.check_integrity()
+        if self._timelines:
+            raise AssertionError(f"timelines of requests that have ended: {sorted(self._timelines)}")
 
-    def _meet(self, job: _Job) -> None:
-        """Claim the room, now or when the link stands."""
-        link = _link_of(job.request)
-        if link not in self._links:
-            self._links[link] = False
-            host, port = job.request.rendezvous.host, job.request.rendezvous.port  # type: ignore[union-attr]
-            self._network.connect(link, host, port, self._link_timeout)
-        elif self._links[link]:
-            self._claim(job, link)
+    # What the instance asks of its host: see `DecodeHost`
 
-    def _claim(self, job: _Job, link: str) -> None:
-        request = job.request
-        self._feed(
-            job.room,
-            decode_room.Reserved(
-                link=link,
-                generation=secrets.randbits(63),
-                prompt_tokens=request.prompt_tokens,
-                prompt_digest=messages.prompt_digest(request.input_ids),
-                pages=self._engine.spec.pages(request.prompt_tokens),
-            ),
-        )
+    def send(self, link: str, body: bytes) -> None:
+        """To the network."""
+        self._network.send(link, body)
 
-    def _link_up(self, event: LinkUp) -> None:
-        try:
-            peer = messages.decode_registration(event.hello)
-            problem = messages.mismatch(peer, self._registration)
-        except messages.ProtocolError as error:
-            problem = str(error)
-        if problem is not None:
-            self._drop_link(event.link, 502, f"the instances do not fit together: {problem}")
-            return
-        self._links[event.link] = True
-        print(f"pdjax decode: linked to the prefill instance at {event.link}", file=sys.stderr, flush=True)
-        for job in list(self._jobs.values()):
-            if job.room.link is None and job.request.pages and _link_of(job.request) == event.link:
-                self._claim(job, event.link)
+    def close(self, link: str) -> None:
+        """End a link."""
+        self._network.close(link)
 
-    def _drop_link(self, link: str, status: int, reason: str) -> None:
-        """Fail the rooms of a link that is gone or never stood; the next request makes a new one."""
-        self._links.pop(link, None)
-        self._network.close(link)  # whatever is left of it: its name must be free for the next attempt
-        waiting_for_link = [
-            job.room
-            for job in self._jobs.values()
-            if job.room.link is None and job.request.pages and _link_of(job.request) == link
-        ]
-        for room in waiting_for_link:
-            self._feed(room, decode_room.Cancel(status, reason))
-        for room in [room for room in self._rooms.values() if room.link == link]:
-            self._feed(room, decode_room.LinkLost(reason))
+    def connect(self, link: str, host: str, port: int) -> None:
+        """Open a link."""
+        self._network.connect(link, host, port, self._link_timeout)
 
-    def _receive(self, link: str, body: bytes) -> None:
-        try:
-            message = messages.decode_message(body)
-        except messages.ProtocolError as error:
-            self._counters["refused_frames"] += 1
-            print(f"pdjax decode: a frame was dropped: {error}", file=sys.stderr, flush=True)
-            return
-        room = self._rooms.get(message.room)
-        if room is None:
-            return
-        job = self._jobs.get(message.room)
-        if job is not None and not job.timeline.met:
-            job.timeline.met = self._engine.clock()
-        self._feed(room, decode_room.Received(link, message))
+    def draw(self) -> int:
+        """A generation."""
+        return secrets.randbits(63)
 
-    def _landed(self, payload: bytes) -> None:
-        try:
-            notice = messages.decode_notice(payload)
-        except messages.ProtocolError as error:
-            self._counters["refused_frames"] += 1
-            print(f"pdjax decode: a notice was dropped: {error}", file=sys.stderr, flush=True)
-            return
-        room = self._rooms.get(notice.room)
-        if room is None:
-            return
-        if self._registration.verify and self._ring.checksum(notice.slot, notice.nbytes) != notice.checksum:
-            self._counters["damaged_chunks"] += 1
-            say = f"chunk {notice.chunk} of room {notice.room} arrived damaged"
-            print(f"pdjax decode: {say}", file=sys.stderr, flush=True)
-            self._feed(room, decode_room.Damaged(notice))
-            return
-        job = self._jobs.get(notice.room)
-        if job is not None:
-            job.timeline.landed(notice)
-        self._counters["received_chunks"] += 1
-        self._counters["received_bytes"] += notice.nbytes
-        self._counters["received_pages"] += notice.pages
-        self._feed(room, decode_room.Landed(notice))
+    def take_slot(self) -> int | None:
+        """A free slot of the ring."""
+        return self._ring.take()
 
-    def _feed(self, room: DecodeRoom, event: decode_room.Event) -> None:
-        for action in room.handle(event, self._engine.clock()):
-            self._perform(room, action)
+    def free_slot(self, slot: int) -> None:
+        """Give it back."""
+        self._ring.free(slot)
 
-    def _perform(self, room: DecodeRoom, action: actions.Action) -> None:
-        match action:
-            case actions.Send(link, message):
-                self._network.send(link, messages.encode(message))
-            case actions.GrantSlot(chunk):
-                self._slot_queue.append((room, chunk))
-                self._grant_slots()
-            case actions.Scatter(chunk, slot, first_page, pages):
-                self._scatter(room, chunk, slot, first_page, pages)
-            case actions.FreeSlot(slot):
-                self._ring.free(slot)
-                self._grant_slots()
-            case actions.StartDecode(handoff):
-                self._counters["completed_rooms"] += 1
-                job = self._drop_job(room.room)
-                assert job is not None, "a room that succeeds has a request"
-                job.request.computed = job.request.prompt_tokens
-                job.request.cached_tokens = handoff.cached_tokens
-                job.request.timeline.update(job.timeline.summary(handoff))
-                first = OutputToken(handoff.first_token, handoff.logprob, handoff.top)
-                self._engine.start_decoding(job.request, first)
-            case actions.Fail(status, reason):
-                self._counters["failed_rooms"] += 1
-                job = self._drop_job(room.room)
-                if job is not None:
-                    self._engine.fail(job.request, status, reason)
-            case actions.Drain():
-                self._drained += 1
-                self._drains[self._drained] = room
-                self._backend.drain(self._drained)
-            case actions.Close():
-                self._rooms.pop(room.room, None)
-            case _:
-                raise TypeError(f"a decode room does not {type(action).__name__}")
+    def reserve(self, rid: str) -> bool:
+        """Pages for all that a request may generate."""
+        engine, request = self._engine, self._engine.requests[rid]
+        if not engine.has_free_row():
+            return False
+        pages = engine.allocator.allocate(rid, engine.spec.pages(request.max_tokens))
+        if pages is None:
+            return False
+        request.pages = pages
+        self._timelines[rid].reserved = engine.clock()
+        engine.trace.request("alloc wait", request, request.arrived, engine.clock())
+        return True
 
-    def _scatter(self, room: DecodeRoom, chunk: int, slot: int, first_page: int, pages: int) -> None:
-        runner = self._engine.runner
-        destination = self._jobs[room.room].request.pages[first_page : first_page + pages]
+    def checksum(self, slot: int, nbytes: int) -> int | None:
+        """Of a slot."""
+        return self._ring.checksum(slot, nbytes)
+
+    def landed(self, rid: str, notice: messages.ChunkNotice) -> None:
+        """For the request's timeline."""
+        self._timelines[rid].landed(notice)
+        engine, now = self._engine, self._engine.clock()
+        posted = now - max(0.0, time.time() - notice.posted_at)
+        engine.trace.request("land", engine.requests[rid], posted, now, chunk=notice.chunk, bytes=notice.nbytes)
+
+    def scatter(self, rid: str, slot: int, first_page: int, pages: int) -> None:
+        """From the ring into the pool."""
+        engine, runner, start = self._engine, self._engine.runner, self._engine.clock()
+        request = engine.requests[rid]
+        destination = request.pages[first_page : first_page + pages]
         runner.pool = self._ring.scatter(slot, runner.pool, destination)
-        self._feed(room, decode_room.Scattered(chunk))
+        engine.trace.request("scatter", request, start, engine.clock(), pages=pages)
 
-    def _grant_slots(self) -> None:
-        """Give free slots to the chunks that wait, oldest first."""
-        while self._slot_queue:
-            room, chunk = self._slot_queue[0]
-            if room.state.final:
-                self._slot_queue.popleft()
-                continue
-            slot = self._ring.take()
-            if slot is None:
-                return
-            self._slot_queue.popleft()
-            self._feed(room, decode_room.SlotFound(chunk, slot))
+    def drain(self, id: int) -> None:
+        """Run the backend dry."""
+        self._backend.drain(id)
 
-    def _drop_job(self, number: int) -> _Job | None:
-        job = self._jobs.pop(number, None)
-        if job is not None:
-            del self._room_of[job.request.rid]
-            self._waiting.discard(job)
-        return job
+    def start(
+        self, rid: str, handoff: messages.Handoff, prompt: tuple[messages.PromptLogprobs, ...], met: float
+    ) -> None:
+        """Decode from the first token on."""
+        request, timeline = self._engine.requests[rid], self._timelines.pop(rid)
+        timeline.met = met
+        request.computed = request.prompt_tokens
+        request.prompt_logprobs = [logprob for part in prompt for logprob in part.logprobs]
+        request.prompt_top = [best for part in prompt for best in part.top]
+        request.cached_tokens = handoff.cached_tokens
+        request.timeline.update(timeline.summary(handoff))
+        self._engine.start_decoding(request, OutputToken(handoff.first_token, handoff.logprob, handoff.top))
 
+    def fail(self, rid: str, status: int, reason: str) -> None:
+        """Tell the client."""
+        self._timelines.pop(rid, None)
+        self._engine.fail(self._engine.requests[rid], status, reason)
 
-def _link_of(request: Request) -> str:
-    """Links are named by where their prefill leader listens."""
-    assert request.rendezvous is not None, "only requests with a rendezvous are admitted"
-    return f"{request.rendezvous.host}:{request.rendezvous.port}"
+    def say(self, text: str) -> None:
+        """To the log."""
+        print(f"pdjax decode: {text}", file=sys.stderr, flush=True)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.topology import Rank, Topology
 
 SPEC = StateSpec("kv", 30, 3, 64, 16, "float32")
 
@@ -17,7 +18,7 @@ SPEC = StateSpec("kv", 30, 3, 64, 16, "float32")
 def registration(role: str = "prefill", **changes: object) -> messages.Registration:
     values = {
         "protocol_version": 1, "layout_version": 1, "role": role, "instance": 5, "model": "m", "state": SPEC,
-        "backend": "ucx", "transfer": b"", "slots": 4, "slot_pages": 8,
+        "backend": "ucx", "ranks": [Rank(b"")], "slots": 4, "slot_pages": 8,
     }  # fmt: skip
     return messages.Registration(**(values | changes))  # type: ignore[arg-type]
 
@@ -47,6 +48,9 @@ def test_instances_that_fit_are_a_pair() -> None:
         ({"state": msgspec.structs.replace(SPEC, page_size=64)}, "page_size"),
         ({"state": msgspec.structs.replace(SPEC, dtype="bfloat16")}, "dtype"),
         ({"slots": 0}, "staging ring"),
+        ({"allocation": "prefill_complete"}, "allocation differs: prefill has 'early', decode has 'prefill_complete'"),
+        ({"topology": Topology(tp=2)}, "decode is not ready: 1 of 2 ranks have not registered"),
+        ({"topology": Topology(tp=2), "ranks": [Rank(b""), Rank(b"", tp=1)]}, "topology"),
         ({"role": "prefill"}, "prefill and prefill"),
     ],
 )

@@ -2,34 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
-from pdjax.disagg.protocol.messages import Handoff, RoomMessage
+from pdjax.disagg.protocol.messages import Handoff, PromptLogprobs, RoomMessage
 
 
-@dataclass(frozen=True)
-class Send:
+class Send(msgspec.Struct, frozen=True, gc=False):
     """Put a message on the room's link."""
 
     link: str
     message: RoomMessage
 
 
-@dataclass(frozen=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True, gc=False):
     """The room has failed: tell the client, give back the request's pages."""
 
     status: int
     reason: str
 
 
-@dataclass(frozen=True)
-class StartPrefill:
+class StartPrefill(msgspec.Struct, frozen=True, gc=False):
     """Prefill side: the decode side is ready, compute the prompt."""
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(msgspec.Struct, frozen=True, gc=False):
     """Prefill side: gather these pages of the request and write them into the peer's slot."""
 
     chunk: int
@@ -38,20 +34,17 @@ class Transfer:
     pages: int
 
 
-@dataclass(frozen=True)
-class Succeed:
+class Succeed(msgspec.Struct, frozen=True, gc=False):
     """Prefill side: the decode side has everything."""
 
 
-@dataclass(frozen=True)
-class GrantSlot:
+class GrantSlot(msgspec.Struct, frozen=True, gc=False):
     """Decode side: find a free staging slot for this chunk, now or later, and report it as `SlotFound`."""
 
     chunk: int
 
 
-@dataclass(frozen=True)
-class Scatter:
+class Scatter(msgspec.Struct, frozen=True, gc=False):
     """Decode side: move a landed chunk from its slot into the request's pages, then report `Scattered`."""
 
     chunk: int
@@ -60,27 +53,24 @@ class Scatter:
     pages: int
 
 
-@dataclass(frozen=True)
-class FreeSlot:
+class FreeSlot(msgspec.Struct, frozen=True, gc=False):
     """Decode side: nothing writes into this slot any more."""
 
     slot: int
 
 
-@dataclass(frozen=True)
-class Drain:
+class Drain(msgspec.Struct, frozen=True, gc=False):
     """Decode side: the writer is gone; run the transfer worker dry, then report `Drained`."""
 
 
-@dataclass(frozen=True)
-class StartDecode:
+class StartDecode(msgspec.Struct, frozen=True, gc=False):
     """Decode side: the whole prompt is in its pages; go on from the first token."""
 
     handoff: Handoff
+    prompt: tuple[PromptLogprobs, ...] = ()
 
 
-@dataclass(frozen=True)
-class Close:
+class Close(msgspec.Struct, frozen=True, gc=False):
     """The room is over and holds nothing: forget it."""
 
 

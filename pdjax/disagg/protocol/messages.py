@@ -11,10 +11,11 @@ import hashlib
 import msgspec
 
 from pdjax.cache.spec import StateSpec
+from pdjax.disagg.protocol.topology import Rank, Topology, incomplete
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
-NO_PROMPT_LOGPROBS = "log-probabilities of the prompt are not handed from prefill to decode; ask a unified instance"
+EARLY, PREFILL_COMPLETE = "early", "prefill_complete"
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
@@ -56,6 +57,14 @@ class Handoff(Message, frozen=True, tag="handoff"):
     top: list[tuple[int, float]] = []  # the best tokens in the first one's place, as many as the request asks for
 
 
+class PromptLogprobs(Message, frozen=True, tag="prompt_logprobs"):
+    """Prefill to decode, before the handoff, if the request asks for them: log-probabilities of the next prompt tokens,
+    in order, None for the first of all; and the best tokens in each one's place, if these are asked for too."""
+
+    logprobs: list[float | None]
+    top: list[list[tuple[int, float]]] = []
+
+
 class Complete(Message, frozen=True, tag="complete"):
     """Decode to prefill: everything has landed and is in its pages."""
 
@@ -71,7 +80,22 @@ class AbortAck(Message, frozen=True, tag="abort_ack"):
     """Prefill to decode, after any abort: no write for this generation is or will be on its way."""
 
 
-RoomMessage = Claim | SlotRequest | SlotGrant | Handoff | Complete | Abort | AbortAck
+class Heartbeat(msgspec.Struct, frozen=True, tag_field="type", tag="heartbeat"):
+    """Either way, about every second while the sender has rooms on the link, from its scheduler's loop; and in answer
+    to one, if the sender has none. `steps` is how many steps it has run, `rooms` how many rooms it has here."""
+
+    steps: int
+    rooms: int
+
+
+class Refused(msgspec.Struct, frozen=True, tag_field="type", tag="refused"):
+    """Either way: a frame of yours was dropped, and why."""
+
+    reason: str
+
+
+RoomMessage = Claim | SlotRequest | SlotGrant | PromptLogprobs | Handoff | Complete | Abort | AbortAck
+LinkMessage = RoomMessage | Heartbeat | Refused
 
 
 class ChunkNotice(msgspec.Struct, frozen=True):
@@ -89,7 +113,10 @@ class ChunkNotice(msgspec.Struct, frozen=True):
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What an instance says of itself when a link opens. `slots` and `slot_pages` describe a decode's staging ring."""
+    """What an instance says of itself when a link opens. `slots` and `slot_pages` describe a decode's staging ring.
+
+    `ranks` holds one for each place of the topology; the leader's comes first.
+    """
 
     protocol_version: int
     layout_version: int
@@ -98,10 +125,13 @@ class Registration(msgspec.Struct, frozen=True):
     model: str
     state: StateSpec
     backend: str
-    transfer: bytes
+    ranks: list[Rank]
     slots: int = 0
     slot_pages: int = 0
     verify: bool = True  # chunks carry checksums
+    topology: Topology = Topology()
+    http_port: int = 0
+    allocation: str = EARLY  # when decode reserves pages; see `pdjax.config.Disagg.allocation`
 
 
 class ProtocolError(Exception):
@@ -109,17 +139,17 @@ class ProtocolError(Exception):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_messages = msgspec.msgpack.Decoder(RoomMessage)
+_messages = msgspec.msgpack.Decoder(LinkMessage)
 _notices = msgspec.msgpack.Decoder(ChunkNotice)
 _registrations = msgspec.msgpack.Decoder(Registration)
 
 
-def encode(message: RoomMessage | ChunkNotice | Registration) -> bytes:
+def encode(message: LinkMessage | ChunkNotice | Registration) -> bytes:
     """MessagePack bytes."""
     return _encoder.encode(message)
 
 
-def decode_message(body: bytes) -> RoomMessage:
+def decode_message(body: bytes) -> LinkMessage:
     """Parse a frame of the link. Raises `ProtocolError`."""
     return _parse(_messages, body)
 
@@ -151,7 +181,7 @@ def mismatch(prefill: Registration, decode: Registration) -> str | None:
     """A sentence naming the first thing that keeps two instances from working together, or None."""
     if (prefill.role, decode.role) != ("prefill", "decode"):
         return f"a prefill and a decode instance make a pair, not {prefill.role} and {decode.role}"
-    for field in ("protocol_version", "layout_version", "model", "backend", "verify"):
+    for field in ("protocol_version", "layout_version", "model", "backend", "verify", "allocation"):
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:
             return f"{field} differs: prefill has {ours!r}, decode has {theirs!r}"
@@ -159,6 +189,12 @@ def mismatch(prefill: Registration, decode: Registration) -> str | None:
         ours, theirs = getattr(prefill.state, field), getattr(decode.state, field)
         if ours != theirs:
             return f"{field} of the KV state differs: prefill has {ours!r}, decode has {theirs!r}"
+    for side in (prefill, decode):
+        absent = incomplete(side.topology, side.ranks)
+        if absent is not None:
+            return f"{side.role} is not ready: {absent}"
+        if side.topology.size > 1:
+            return f"topology: {side.role} has {side.topology.size} ranks, and rooms move between single ranks only"
     if decode.slots < 1 or decode.slot_pages < 1:
         return f"decode has no staging ring: {decode.slots} slots of {decode.slot_pages} pages"
     return None

@@ -5,29 +5,28 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdjax.disagg.protocol import messages as wire
 from pdjax.disagg.protocol.actions import Action, Close, Fail, Send, StartPrefill, Succeed, Transfer
 from pdjax.disagg.protocol.states import RoomState, advance
 
 
-@dataclass(frozen=True)
-class Requested:
+class Requested(msgspec.Struct, frozen=True, gc=False):
     """The client's request has come."""
 
     prompt_tokens: int
     prompt_digest: bytes
 
 
-@dataclass(frozen=True)
-class Received:
+class Received(msgspec.Struct, frozen=True, gc=False):
     """A message about this room has come over a link."""
 
     link: str
     message: wire.RoomMessage
 
 
-@dataclass(frozen=True)
-class ChunkPlanned:
+class ChunkPlanned(msgspec.Struct, frozen=True, gc=False):
     """The pages of a chunk are about to be computed: time to ask for its slot."""
 
     chunk: int
@@ -35,15 +34,13 @@ class ChunkPlanned:
     pages: int
 
 
-@dataclass(frozen=True)
-class ChunkComputed:
+class ChunkComputed(msgspec.Struct, frozen=True, gc=False):
     """The pages of a planned chunk are computed."""
 
     chunk: int
 
 
-@dataclass(frozen=True)
-class PromptDone:
+class PromptDone(msgspec.Struct, frozen=True, gc=False):
     """The whole prompt is computed."""
 
     first_token: int
@@ -51,41 +48,39 @@ class PromptDone:
     queue_s: float
     prefill_s: float
     cached_tokens: int = 0
-    top: list[tuple[int, float]] = field(default_factory=list)
+    top: list[tuple[int, float]] = []
+    prompt_logprobs: list[float | None] = []  # one a prompt token, if asked for
+    prompt_top: list[list[tuple[int, float]]] = []
 
 
-@dataclass(frozen=True)
-class WriteStarted:
+class WriteStarted(msgspec.Struct, frozen=True, gc=False):
     """A `Transfer` has been gathered and handed to the backend."""
 
     chunk: int
 
 
-@dataclass(frozen=True)
-class WriteEnded:
+class WriteEnded(msgspec.Struct, frozen=True, gc=False):
     """A started write is over; `error` says why it failed."""
 
     chunk: int
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class LinkLost:
-    """The link to the decode side has ended."""
+class LinkLost(msgspec.Struct, frozen=True, gc=False):
+    """The link to the other side has ended; `reason` is a sentence. `gone`: so has its process, without doubt."""
 
     reason: str
+    gone: bool = True
 
 
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(msgspec.Struct, frozen=True, gc=False):
     """This side gives the room up."""
 
     status: int
     reason: str
 
 
-@dataclass(frozen=True)
-class Tick:
+class Tick(msgspec.Struct, frozen=True, gc=False):
     """Time has passed."""
 
 
@@ -101,6 +96,9 @@ Event = (
     | Cancel
     | Tick
 )
+
+
+LOGPROBS_A_MESSAGE = 2048  # prompt tokens: with 20 of the best tokens at each, well under a link's largest message
 
 
 @dataclass
@@ -119,6 +117,10 @@ class Timeouts:
     bootstrap: float
     waiting: float
     transfer: float
+    alloc: float = 300.0
+    link: float = 5.0
+    peer: float = 8.0
+    heartbeat: float = 1.0
 
 
 @dataclass
@@ -126,15 +128,18 @@ class PrefillRoom:
     """The machine. `handle` is the only way in; times are seconds of one clock that never goes back.
 
     The room is born by whichever comes first, the client's request or the decode side's claim. An ended room stays
-    until no write of it is on its way; then it says so to the decode side (`AbortAck`) and closes.
+    until no write of it is on its way; then it says so to the decode side (`AbortAck`) and closes. `hold` is how many
+    seconds more than `Timeouts.transfer` the decode side may take once the prompt is computed.
     """
 
     room: int
     timeouts: Timeouts
     state: RoomState = RoomState.BOOTSTRAPPING
     deadline: float | None = None
+    timer: float | None = None  # see `Timers`
     link: str | None = None
     generation: int | None = None
+    hold: float = 0.0
     _requested: Requested | None = None
     _claim: wire.Claim | None = None
     _chunks: dict[int, _Chunk] = field(default_factory=dict)
@@ -142,14 +147,29 @@ class PrefillRoom:
     _prompt_done: bool = False
     _closed: bool = False
 
+    @property
+    def closed(self) -> bool:
+        """Whether the room is over and holds nothing."""
+        return self._closed
+
+    @property
+    def met(self) -> bool:
+        """Whether both halves have come."""
+        return self._requested is not None and self._claim is not None
+
+    @property
+    def prompt_done(self) -> bool:
+        """Whether the prompt is computed."""
+        return self._prompt_done
+
     def handle(self, event: Event, now: float) -> list[Action]:
         """Take one event at time `now`, return what is to be done, in order."""
         match event:
+            case Received(link, message):
+                return self._receive(link, message, now)
             case Requested():
                 self._requested = event
                 return self._meet(now)
-            case Received(link, message):
-                return self._receive(link, message, now)
             case ChunkPlanned(chunk, first_page, pages) if not self.state.final:
                 self._chunks[chunk] = _Chunk(first_page, pages)
                 return [self._send(wire.SlotRequest(self.room, self._claimed(), chunk))]
@@ -158,22 +178,8 @@ class PrefillRoom:
                 return self._transfer(chunk, now)
             case PromptDone() if not self.state.final:
                 self._prompt_done = True
-                self._expect(now, self.timeouts.transfer)
-                return [
-                    self._send(
-                        wire.Handoff(
-                            self.room,
-                            self._claimed(),
-                            len(self._chunks),
-                            event.first_token,
-                            event.logprob,
-                            event.queue_s,
-                            event.prefill_s,
-                            event.cached_tokens,
-                            event.top,
-                        )
-                    )
-                ]
+                self._expect(now, self.timeouts.transfer + self.hold)
+                return self._hand_over(event)
             case WriteStarted(chunk):
                 self._writing[chunk] += 1
                 return []
@@ -181,11 +187,11 @@ class PrefillRoom:
                 self._writing -= Counter([chunk])
                 if self.state.final:
                     return self._close_when_dry()
-                self._expect(now, self.timeouts.transfer if self._prompt_done else self.timeouts.waiting)
+                self._expect(now, self.timeouts.transfer + self.hold if self._prompt_done else self.timeouts.waiting)
                 return self._give_up(502, f"sending a chunk to the decode instance failed: {error}") if error else []
             case LinkLost(reason):
                 self.link = None
-                return self._fail(502, f"the link to the decode instance ended: {reason}")
+                return self._fail(502, reason)
             case Cancel(status, reason):
                 return self._give_up(status, reason)
             case Tick() if not self.state.final and self.deadline is not None and now >= self.deadline:
@@ -204,7 +210,11 @@ class PrefillRoom:
                 self.link, self.generation, self._claim = link, message.generation, message
                 return self._meet(now)
             return []
-        if message.generation != self.generation or link != self.link:
+        if message.generation != self.generation:
+            return []
+        if self.link is None and isinstance(message, wire.Abort):
+            self.link = link  # the decode side has come back to hear that nothing more will be written
+        if link != self.link:
             return []
         match message:
             case wire.SlotGrant(chunk=chunk, slot=slot) if not self.state.final and chunk in self._chunks:
@@ -245,6 +255,26 @@ class PrefillRoom:
             self.state = advance(self.state, RoomState.TRANSFERRING)
         return [Transfer(chunk, entry.slot, entry.first_page, entry.pages)]
 
+    def _hand_over(self, done: PromptDone) -> list[Action]:
+        generation = self._claimed()
+        parts = [slice(at, at + LOGPROBS_A_MESSAGE) for at in range(0, len(done.prompt_logprobs), LOGPROBS_A_MESSAGE)]
+        told = [
+            wire.PromptLogprobs(self.room, generation, done.prompt_logprobs[part], done.prompt_top[part])
+            for part in parts
+        ]
+        handoff = wire.Handoff(
+            self.room,
+            generation,
+            len(self._chunks),
+            done.first_token,
+            done.logprob,
+            done.queue_s,
+            done.prefill_s,
+            done.cached_tokens,
+            done.top,
+        )
+        return [self._send(message) for message in (*told, handoff)]
+
     def _give_up(self, status: int, reason: str) -> list[Action]:
         """Fail for a cause of this side's, and tell the other side first."""
         if self.state.final:
@@ -278,7 +308,7 @@ class PrefillRoom:
             return f"no decode instance claimed room {self.room} within {self.timeouts.bootstrap:g} s"
         if not self._prompt_done:
             return f"the prompt of room {self.room} was not computed and sent within {self.timeouts.waiting:g} s"
-        return f"the decode instance did not confirm room {self.room} within {self.timeouts.transfer:g} s"
+        return f"the decode instance did not confirm room {self.room} within {self.timeouts.transfer + self.hold:g} s"
 
     def _claimed(self) -> int:
         assert self.generation is not None, "chunks are planned for claimed rooms only"

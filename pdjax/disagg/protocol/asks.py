@@ -1,0 +1,61 @@
+"""What an instance is asked by its clients, and what it counts."""
+
+from __future__ import annotations
+
+import msgspec
+
+PREFILL_COUNTERS = (
+    "sent_bytes",
+    "sent_chunks",
+    "failed_rooms",
+    "bootstrap_failed_rooms",
+    "transfer_failed_rooms",
+    "refused_frames",
+    "frames_refused_by_peers",
+    "refused_links",
+    "hung_peers",
+)
+
+DECODE_COUNTERS = (
+    "received_bytes",
+    "received_chunks",
+    "received_pages",
+    "completed_rooms",
+    "failed_rooms",
+    "bootstrap_failed_rooms",
+    "transfer_failed_rooms",
+    "damaged_chunks",
+    "refused_frames",
+    "frames_refused_by_peers",
+    "hung_peers",
+)
+
+
+class PrefillAsk(msgspec.Struct, frozen=True, gc=False):
+    """The client's half of a room. `arrived` is in seconds of the instance's clock."""
+
+    rid: str
+    room: int
+    prompt_tokens: int
+    prompt_digest: bytes
+    priority: int = 0
+    arrived: float = 0.0
+
+
+class DecodeAsk(msgspec.Struct, frozen=True, gc=False):
+    """The client's half of a room. `host` and `port`: where its prefill leader takes links. `pages` hold the prompt."""
+
+    rid: str
+    room: int
+    host: str
+    port: int
+    prompt_tokens: int
+    prompt_digest: bytes
+    pages: int
+    priority: int = 0
+    arrived: float = 0.0
+
+    @property
+    def link(self) -> str:
+        """Links are named by where their prefill leader listens."""
+        return f"{self.host}:{self.port}"

@@ -1,0 +1,117 @@
+"""What the instance machines ask of whoever runs them: an engine and a network, or a simulated world.
+
+A room machine returns its actions; an instance machine calls its host instead, since some of what it asks for is
+answered at once: whether there are pages, which slot is free, what a checksum is. No call may wait.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import msgspec
+
+from pdjax.disagg.protocol.messages import ChunkNotice, Handoff, PromptLogprobs
+
+
+class Host(Protocol):
+    """Both sides."""
+
+    def send(self, link: str, body: bytes) -> None:
+        """Put a frame on a link; if the link is gone, drop it."""
+        ...
+
+    def close(self, link: str) -> None:
+        """End a link, or an attempt at one; its name is free at once. Unknown names are ignored."""
+        ...
+
+    def take_slot(self) -> int | None:
+        """A free staging slot of this side, or None."""
+        ...
+
+    def free_slot(self, slot: int) -> None:
+        """Give a staging slot back."""
+        ...
+
+    def fail(self, rid: str, status: int, reason: str) -> None:
+        """A request has failed: tell its client, give back its pages."""
+        ...
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches the instance."""
+        ...
+
+
+class Gathered(msgspec.Struct, frozen=True, gc=False):
+    """A chunk in its staging slot."""
+
+    nbytes: int
+    checksum: int | None
+    at: float  # seconds since the epoch
+
+
+class PrefillHost(Host, Protocol):
+    """A prefill instance."""
+
+    def open_path(self, link: str, transfer: bytes) -> str | None:
+        """Connect the transfer backend to a described peer. Returns a sentence if that fails."""
+        ...
+
+    def close_path(self, link: str) -> None:
+        """Disconnect it; open writes end, in failure."""
+        ...
+
+    def begin_prompt(self, rid: str) -> int | None:
+        """Give a request the pages of its prompt and queue it for computing. Returns how many of its pages the prefix
+        cache had, or None: there is no room now."""
+        ...
+
+    def gather(self, slot: int, rid: str, first_page: int, pages: int) -> Gathered:
+        """Copy pages of a request into a staging slot."""
+        ...
+
+    def write(
+        self, id: int, link: str, slot: int, peer_offset: int, nbytes: int, notice: bytes, deadline: float
+    ) -> None:
+        """Send a staging slot's first bytes to an offset of the peer's ring, then the notice. Its end is reported."""
+        ...
+
+    def finish(self, rid: str) -> None:
+        """A request is served: answer its client."""
+        ...
+
+
+class DecodeHost(Host, Protocol):
+    """A decode instance."""
+
+    def connect(self, link: str, host: str, port: int) -> None:
+        """Open a link; ends in `link_up` or `link_failed` within `Timeouts.link`."""
+        ...
+
+    def draw(self) -> int:
+        """A random number of 63 bits."""
+        ...
+
+    def reserve(self, rid: str) -> bool:
+        """Give a request the pages it may need. False: there are too few now."""
+        ...
+
+    def checksum(self, slot: int, nbytes: int) -> int | None:
+        """Of a slot's first bytes; None if it is not that large."""
+        ...
+
+    def landed(self, rid: str, notice: ChunkNotice) -> None:
+        """A chunk of a request has landed and is right."""
+        ...
+
+    def scatter(self, rid: str, slot: int, first_page: int, pages: int) -> None:
+        """Copy a slot into pages of a request."""
+        ...
+
+    def drain(self, id: int) -> None:
+        """Report `drained` once all that peers who are gone had sent has landed or is dropped."""
+        ...
+
+    def start(self, rid: str, handoff: Handoff, prompt: tuple[PromptLogprobs, ...], met: float) -> None:
+        """A request's prompt is in its pages: generate. `prompt`: what was asked to be known of its tokens; `met`: when
+        the prefill side first spoke of it."""
+        ...

@@ -1,0 +1,389 @@
+"""A prefill instance without its engine, network and memory: all that it decides about its rooms and links."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdjax.disagg.protocol import actions, messages, prefill_room
+from pdjax.disagg.protocol.asks import PREFILL_COUNTERS, PrefillAsk
+from pdjax.disagg.protocol.hosts import PrefillHost
+from pdjax.disagg.protocol.prefill_room import PrefillRoom, Timeouts
+from pdjax.disagg.protocol.pulse import Pulse
+from pdjax.disagg.protocol.states import RoomState
+from pdjax.disagg.protocol.timers import Timers, earliest
+from pdjax.disagg.protocol.turns import Turns
+
+
+@dataclass
+class _Job:
+    """A live request of this instance."""
+
+    ask: PrefillAsk
+    started: float = 0.0
+    computing: float = 0.0
+    chunks: int = 0
+    planned: list[int] = field(default_factory=list)  # chunks of the step that runs now
+
+
+class _Flight(msgspec.Struct, frozen=True):
+    """A write on its way."""
+
+    room: PrefillRoom
+    chunk: int
+    slot: int
+
+
+@dataclass
+class _Peer:
+    """A decode instance on a link, and the rooms that it has claimed, by generation, until they hold nothing."""
+
+    registration: messages.Registration
+    rooms: dict[int, PrefillRoom] = field(default_factory=dict)
+
+
+class PrefillInstance:
+    """Call what has happened, and it calls its host. `now` is in seconds of one clock that never goes back.
+
+    `steps` is for whoever runs it to count: heartbeats carry it.
+    """
+
+    def __init__(self, host: PrefillHost, *, registration: messages.Registration, timeouts: Timeouts) -> None:
+        self._host = host
+        self._registration = registration
+        self._timeouts = timeouts
+        # Under `prefill_complete` the decode side looks for pages only once the prompt is computed.
+        self._hold = timeouts.alloc if registration.allocation == messages.PREFILL_COMPLETE else 0.0
+        self._rooms: dict[int, PrefillRoom] = {}  # that have not ended
+        self._ending: dict[int, PrefillRoom] = {}  # ended, with writes on their way, by generation
+        self._jobs: dict[int, _Job] = {}  # by room
+        self._room_of: dict[str, int] = {}
+        self._turns: Turns[_Job] = Turns()  # claimed, without pages
+        self._computing: dict[str, int] = {}  # priorities of the prompts that have their pages
+        self._timers: Timers[PrefillRoom] = Timers()
+        self._peers: dict[str, _Peer] = {}
+        self._pulse = Pulse(timeouts.heartbeat, timeouts.peer)
+        self._pending: deque[tuple[PrefillRoom, actions.Transfer]] = deque()
+        self._flights: dict[int, _Flight] = {}
+        self._writes = 0
+        self.steps = 0
+        self.counters: Counter[str] = Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
+
+    def submit(self, ask: PrefillAsk, now: float) -> None:
+        """A request has come."""
+        if ask.room in self._jobs:
+            self._host.fail(ask.rid, 400, f"room {ask.room} is in use by another request")
+            return
+        self._jobs[ask.room] = _Job(ask)
+        self._room_of[ask.rid] = ask.room
+        room = self._room(ask.room)
+        self._feed(room, prefill_room.Requested(ask.prompt_tokens, ask.prompt_digest), now)
+
+    def cancel(self, rid: str, reason: str, now: float) -> None:
+        """A request's client has gone."""
+        number = self._room_of.get(rid)
+        if number is not None:
+            self._drop_job(number)
+            reason = f"the prefill request was aborted: {reason}"
+            self._feed(self._rooms[number], prefill_room.Cancel(499, reason), now)
+
+    def tick(self, now: float) -> float | None:
+        """Fire what is due, admit what can be admitted. Returns when to call again at the latest."""
+        at = self._timers.next
+        if at is not None and at <= now:
+            for room in self._timers.due(now):
+                self._feed(room, prefill_room.Tick(), now)
+        if self._turns:
+            self._admit(now)
+        if self._pulse.due is not None and now >= self._pulse.due:
+            self._beat(now)
+        return earliest(self._timers.next, self._pulse.due)
+
+    def computing(self, rid: str, first_page: int, end_page: int, now: float) -> None:
+        """A step that computes these pages of a prompt is about to run: ask for slots meanwhile."""
+        job = self._jobs[self._room_of[rid]]
+        job.computing = job.computing or now
+        self._plan_chunks(job, first_page, end_page, now)
+
+    def computed(self, rid: str, now: float) -> None:
+        """The pages of that step are computed."""
+        self._send_planned(self._jobs[self._room_of[rid]], now)
+
+    def prompt_done(
+        self,
+        rid: str,
+        token: int,
+        logprob: float,
+        top: list[tuple[int, float]],
+        cached_tokens: int,
+        now: float,
+        *,
+        prompt_logprobs: list[float | None] | None = None,
+        prompt_top: list[list[tuple[int, float]]] | None = None,
+    ) -> None:
+        """The last step of a prompt has run and has picked the first token. The decode side is also told what is known
+        of the prompt's own tokens."""
+        number = self._room_of[rid]
+        job = self._jobs[number]
+        self._computing.pop(rid, None)
+        self._send_planned(job, now)
+        done = prefill_room.PromptDone(
+            token,
+            logprob,
+            job.computing - job.started,
+            now - job.computing,
+            cached_tokens,
+            top,
+            prompt_logprobs or [],
+            prompt_top or [],
+        )
+        self._feed(self._rooms[number], done, now)
+
+    def link_up(self, link: str, hello: bytes, now: float) -> None:
+        """A decode instance has linked to this one."""
+        try:
+            peer = messages.decode_registration(hello)
+            problem = messages.mismatch(self._registration, peer) or self._host.open_path(link, peer.ranks[0].transfer)
+        except messages.ProtocolError as error:
+            peer, problem = None, str(error)
+        if peer is None or problem is not None:
+            self.counters["refused_links"] += 1
+            self._host.say(f"a decode instance was refused: {problem}")
+            self._host.close(link)
+            return
+        self._peers[link] = _Peer(peer)
+        self._pulse.up(link, now)
+
+    def link_down(self, link: str, reason: str, now: float) -> None:
+        """A link has ended."""
+        self._drop_link(link, f"the link to the decode instance ended: {reason}", now)
+
+    def path_lost(self, link: str, cause: str, now: float) -> None:
+        """Without a data path the link is no use: both sides start over."""
+        reason = f"the path to the decode instance is gone: {cause}"
+        self._host.say(reason)
+        peer = self._peers.get(link)
+        for room in list(peer.rooms.values()) if peer is not None else []:
+            self._feed(room, prefill_room.Cancel(502, reason), now)
+        self._host.close(link)
+        self._drop_link(link, reason, now)
+
+    def frame(self, link: str, body: bytes, now: float) -> None:
+        """A frame has come over a link."""
+        peer = self._peers.get(link)
+        if peer is None:
+            return
+        self._pulse.heard(link, now)
+        try:
+            message = messages.decode_message(body)
+        except messages.ProtocolError as error:
+            self.counters["refused_frames"] += 1
+            self._host.say(f"a frame was dropped: {error}")
+            self._host.send(link, messages.encode(messages.Refused(str(error))))
+            return
+        if isinstance(message, messages.Heartbeat):
+            self._pulse.heard(link, now, message.steps)
+            if message.rooms and not peer.rooms:
+                self._host.send(link, messages.encode(messages.Heartbeat(self.steps, 0)))
+        elif isinstance(message, messages.Refused):
+            self.counters["frames_refused_by_peers"] += 1
+            self._host.say(f"a decode instance dropped a frame: {message.reason}")
+        elif isinstance(message, messages.Claim):
+            self._claimed(link, peer, message, now)
+        else:
+            self._received(link, message, now)
+
+    def write_ended(self, id: int, error: str | None, now: float) -> None:
+        """A write is over; `error` says why it failed."""
+        flight = self._flights.pop(id)
+        self._host.free_slot(flight.slot)
+        self._feed(flight.room, prefill_room.WriteEnded(flight.chunk, error), now)
+        self._start_writes(now)
+
+    def stats(self) -> dict[str, float]:
+        """Gauges by name, and totals."""
+        live = list(self._rooms.values())
+        totals: dict[str, float] = {f"{name}_total": float(value) for name, value in self.counters.items()}
+        return totals | {
+            "rooms": len(live) + len(self._ending),
+            "waiting_requests": len(self._turns),
+            "bootstrap_requests": sum(room.state is RoomState.BOOTSTRAPPING for room in live),
+            "inflight_requests": sum(room.prompt_done for room in live),
+            "links": len(self._peers),
+            "writes_in_flight": len(self._flights),
+        }
+
+    def check_integrity(self) -> None:
+        """Raise unless the books add up; call it when no request is live."""
+        if self._jobs or len(self._turns) or self._computing:
+            raise AssertionError(f"rooms without a live request: {sorted(self._jobs)}, {sorted(self._computing)}")
+
+    def _room(self, number: int) -> PrefillRoom:
+        room = self._rooms.get(number)
+        if room is None:
+            room = self._rooms[number] = PrefillRoom(number, self._timeouts, hold=self._hold)
+        return room
+
+    def _claimed(self, link: str, peer: _Peer, claim: messages.Claim, now: float) -> None:
+        room = self._room(claim.room)
+        if room.generation is None:
+            peer.rooms[claim.generation] = room
+            if len(peer.rooms) == 1:
+                self._pulse.busy(link, now)
+        self._feed(room, prefill_room.Received(link, claim), now)
+
+    def _received(self, link: str, message: messages.RoomMessage, now: float) -> None:
+        room = self._rooms.get(message.room)
+        if room is None or room.generation != message.generation:
+            room = self._ending.get(message.generation)
+        if room is not None:
+            self._feed(room, prefill_room.Received(link, message), now)
+        elif isinstance(message, messages.Abort):
+            acknowledgement = messages.AbortAck(message.room, message.generation)
+            self._host.send(link, messages.encode(acknowledgement))
+
+    def _admit(self, now: float) -> None:
+        """Give claimed rooms their pages: by priority, then in order; one prompt at a time among equals, so that each
+        finds what the one before has cached."""
+        while self._turns:
+            job = self._turns.first
+            rid = job.ask.rid
+            if any(priority >= job.ask.priority for priority in self._computing.values()):
+                return
+            cached_pages = self._host.begin_prompt(rid)
+            if cached_pages is None:
+                return
+            self._turns.discard(rid)
+            self._computing[rid] = job.ask.priority
+            self._plan_chunks(job, 0, cached_pages, now)
+            self._send_planned(job, now)
+
+    def _plan_chunks(self, job: _Job, first_page: int, end_page: int, now: float) -> None:
+        room = self._rooms[job.ask.room]
+        assert room.link is not None, "only a claimed room is prefilled"
+        slot_pages = min(self._peers[room.link].registration.slot_pages, self._registration.slot_pages)
+        job.planned = []
+        for first in range(first_page, end_page, slot_pages):
+            job.planned.append(job.chunks)
+            planned = prefill_room.ChunkPlanned(job.chunks, first, min(slot_pages, end_page - first))
+            job.chunks += 1
+            self._feed(room, planned, now)
+
+    def _send_planned(self, job: _Job, now: float) -> None:
+        """The planned chunks are in their pages: each goes as soon as it has its slot."""
+        planned, job.planned = job.planned, []
+        for chunk in planned:
+            self._feed(self._rooms[job.ask.room], prefill_room.ChunkComputed(chunk), now)
+
+    def _feed(self, room: PrefillRoom, event: prefill_room.Event, now: float) -> None:
+        for action in room.handle(event, now):
+            self._perform(room, action, now)
+        if room.closed:
+            return
+        if room.state.final:
+            if room.generation is not None:
+                self._ending[room.generation] = room
+        else:
+            self._timers.watch(room)
+
+    def _perform(self, room: PrefillRoom, action: actions.Action, now: float) -> None:
+        match action:
+            case actions.Send(link, message):
+                self._host.send(link, messages.encode(message))
+            case actions.StartPrefill():
+                job = self._jobs[room.room]
+                job.started = now
+                self._turns.push(job.ask.rid, job, priority=job.ask.priority, arrived=job.ask.arrived)
+            case actions.Transfer():
+                self._pending.append((room, action))
+                self._start_writes(now)
+            case actions.Succeed():
+                self._leave(room)
+                job = self._drop_job(room.room)
+                if job is not None:
+                    self._host.finish(job.ask.rid)
+            case actions.Fail(status, reason):
+                self._leave(room)
+                self.counters["failed_rooms"] += 1
+                self.counters["transfer_failed_rooms" if room.met else "bootstrap_failed_rooms"] += 1
+                job = self._drop_job(room.room)
+                if job is not None:
+                    self._host.fail(job.ask.rid, status, reason)
+            case actions.Close():
+                self._close(room)
+            case _:
+                raise TypeError(f"a prefill room does not {type(action).__name__}")
+
+    def _leave(self, room: PrefillRoom) -> None:
+        """A room has ended: its number is free."""
+        if self._rooms.get(room.room) is room:
+            del self._rooms[room.room]
+
+    def _close(self, room: PrefillRoom) -> None:
+        self._leave(room)
+        if room.generation is not None:
+            self._ending.pop(room.generation, None)
+            peer = self._peers.get(room.link) if room.link is not None else None
+            if peer is not None:
+                peer.rooms.pop(room.generation, None)
+
+    def _drop_job(self, number: int) -> _Job | None:
+        job = self._jobs.pop(number, None)
+        if job is not None:
+            rid = job.ask.rid
+            del self._room_of[rid]
+            self._computing.pop(rid, None)
+            self._turns.discard(rid)
+        return job
+
+    def _start_writes(self, now: float) -> None:
+        """Gather and send what has a slot at both ends, oldest first."""
+        while self._pending:
+            room, transfer = self._pending[0]
+            if room.state.final or room.link is None:
+                self._pending.popleft()
+                continue
+            slot = self._host.take_slot()
+            if slot is None:
+                return
+            self._pending.popleft()
+            self._write(room, room.link, transfer, slot, now)
+
+    def _write(self, room: PrefillRoom, link: str, transfer: actions.Transfer, slot: int, now: float) -> None:
+        assert room.generation is not None, "only a claimed room has anything to send"
+        job = self._jobs[room.room]
+        gathered = self._host.gather(slot, job.ask.rid, transfer.first_page, transfer.pages)
+        self._writes += 1
+        id = self._writes
+        self._flights[id] = _Flight(room, transfer.chunk, slot)
+        self._feed(room, prefill_room.WriteStarted(transfer.chunk), now)
+        self.counters["sent_chunks"] += 1
+        self.counters["sent_bytes"] += gathered.nbytes
+        notice = messages.ChunkNotice(
+            room.room, room.generation, transfer.chunk, transfer.slot, transfer.first_page, transfer.pages,
+            gathered.nbytes, gathered.at, gathered.checksum,
+        )  # fmt: skip
+        offset = transfer.slot * self._peers[link].registration.slot_pages * self._registration.state.page_bytes
+        deadline = now + self._timeouts.transfer
+        self._host.write(id, link, slot, offset, gathered.nbytes, messages.encode(notice), deadline)
+
+    def _drop_link(self, link: str, reason: str, now: float) -> None:
+        peer = self._peers.pop(link, None)
+        self._pulse.down(link)
+        self._host.close_path(link)
+        for room in list(peer.rooms.values()) if peer is not None else ():
+            self._feed(room, prefill_room.LinkLost(reason), now)
+
+    def _beat(self, now: float) -> None:
+        speak, silent = self._pulse.beat(now, lambda link: len(self._peers[link].rooms))
+        for link in speak:
+            heartbeat = messages.Heartbeat(self.steps, len(self._peers[link].rooms))
+            self._host.send(link, messages.encode(heartbeat))
+        for link, sentence in silent:
+            self.counters["hung_peers"] += 1
+            reason = f"the link to the decode instance is given up: {sentence}"
+            self._host.say(reason)
+            self._host.close(link)
+            self._drop_link(link, reason, now)

@@ -1,0 +1,281 @@
+"""Requests, their clients and the router between: who sends what where, gives up, and must get an answer in time."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.simulate.books import Violation
+from pdjax.disagg.simulate.decode_life import DecodeLife
+from pdjax.disagg.simulate.life import Life
+from pdjax.disagg.simulate.prefill_life import PrefillLife
+from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
+from pdjax.disagg.simulate.world import World
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+# A reason that a client is told must be true: each goes with what must have happened.
+SELF_MADE, CONTEST, LINK, DAMAGE, WRITE, WAIT = "abort", "contest", "link", "damage", "write", "wait"
+REASONS = (
+    ("was aborted", SELF_MADE),
+    ("is in use by another request", CONTEST),
+    ("is claimed already", CONTEST),
+    ("have different prompts", CONTEST),
+    ("the link to the", LINK),
+    ("no link to the", LINK),
+    ("the path to the", LINK),
+    ("arrived damaged", DAMAGE),
+    ("sending a chunk to the decode instance failed", WRITE),
+    ("waited", WAIT),
+    ("no prefill request came", WAIT),
+    ("no decode instance claimed", WAIT),
+    ("did not compute", WAIT),
+    ("was not computed and sent", WAIT),
+    ("did not confirm", WAIT),
+    ("no chunk of room", WAIT),
+)
+
+
+@dataclass(eq=False)
+class Room:
+    """One request of a client. `number` is the room's, which others may use at the same time (`contested`)."""
+
+    id: int
+    number: int
+    digest: bytes
+    prefill: int
+    decode: int
+    pages: int
+    cached_pages: int
+    growth: int
+    generates: float
+    priority: int = 0
+    contested: bool = False
+    aborted: bool = False
+    halves: int = 2  # 1: only one of them is ever sent
+    started: int = 0
+    prefill_end: str | None = None  # empty: served
+    decode_end: str | None = None
+
+
+class Clients:
+    """All requests of a world, and the instances that live now, by index."""
+
+    def __init__(self, world: World, settings: Settings, *, calm: bool) -> None:
+        self.world = world
+        self.random = world.random
+        self.settings = settings
+        self.calm = calm
+        self.policy = messages.EARLY if self.random.random() < 0.5 else messages.PREFILL_COMPLETE
+        self._lives = 0
+        self.prefills: list[PrefillLife] = []
+        self.decodes: list[DecodeLife] = []
+        self.prefills = [self.new_prefill(index) for index in range(settings.prefill)]
+        self.decodes = [self.new_decode(index) for index in range(settings.decode)]
+        self.rooms = 0
+        self.served = 0
+        self.failed = 0
+        self.disturbed_links = False  # whether any link or instance was touched so far
+        self._open: dict[tuple[int, str], tuple[Life, Room]] = {}  # halves that wait for their end
+        self._bounds: list[tuple[float, int, str, Room]] = []
+        self._used: list[Room] = []  # some, whose numbers are used again
+        self.delay = 0.0  # by how much standing still and the like may have held answers up
+
+    def new_prefill(self, index: int) -> PrefillLife:
+        """Start a process."""
+        self._lives += 1
+        return PrefillLife(self.world, self, index, self._lives, self.settings, self.policy)
+
+    def new_decode(self, index: int) -> DecodeLife:
+        """Start a process."""
+        self._lives += 1
+        return DecodeLife(self.world, self, index, self._lives, self.settings, self.policy)
+
+    @property
+    def faults(self) -> Counter[str]:
+        """By kind."""
+        return self.world.faults
+
+    def request(self, prefill: int, decode: int, *, plain: bool = False) -> Room:
+        """A client asks. Unless `plain`, it may do so in one of the wrong ways."""
+        draw = self.random
+        self.rooms += 1
+        pages = draw.choice((1, 1, 2, 3, 3, 4, 6, 9, 14))
+        room = Room(
+            id=self.rooms,
+            number=draw.getrandbits(62) if self.rooms > 1 else 0,
+            digest=self.rooms.to_bytes(8, "big"),
+            prefill=prefill,
+            decode=decode,
+            pages=pages,
+            cached_pages=draw.randrange(pages) if draw.random() < 0.2 else 0,
+            growth=draw.randrange(8),
+            generates=draw.expovariate(10),
+            priority=draw.choice((0, 0, 0, 0, 1)),
+        )
+        kind = draw.random() if not plain else 1.0
+        if kind < 0.02 and not self.calm:
+            room.halves = 1
+            self.faults["half a request"] += 1
+        elif kind < 0.04 and self._used:
+            other = draw.choice(self._used)
+            room.number, room.contested, other.contested = other.number, True, True
+            self._used.append(room)
+            self.faults["room number reused"] += 1
+        elif kind < 0.07:
+            self.faults["abort"] += 1
+            self.world.after(draw.expovariate(20), self._abort, room)
+        elif kind < 0.09:
+            self.faults["slow consumer"] += 1
+            room.generates = draw.uniform(0.5, 2)
+        elif kind < 0.11:
+            room.contested = True
+            self.faults["duplicate room"] += 1
+            self._duplicate(room)
+        if not plain and draw.random() < 0.1:
+            self._used.append(room)
+        first, second = draw.random() * 0.004, draw.random() * 0.01
+        sides = ["prefill", "decode"]
+        draw.shuffle(sides)
+        for side, delay in zip(sides[: room.halves], (first, second), strict=False):
+            self.world.after(delay, self._submit, room, side)
+        return room
+
+    def _duplicate(self, room: Room) -> None:
+        """Another request under the same number, at other instances as it may be."""
+        self.rooms += 1
+        draw = self.random
+        twin = Room(
+            id=self.rooms,
+            number=room.number,
+            digest=room.digest if draw.random() < 0.5 else self.rooms.to_bytes(8, "big"),
+            prefill=room.prefill,
+            decode=draw.randrange(len(self.decodes)),
+            pages=room.pages,
+            cached_pages=0,
+            growth=0,
+            generates=0.1,
+            contested=True,
+            halves=draw.choice((1, 2)),
+        )
+        self.world.after(draw.random() * 0.02, self._submit, twin, "decode")
+        if twin.halves == 2:
+            self.world.after(draw.random() * 0.02, self._submit, twin, "prefill")
+
+    def _submit(self, room: Room, side: str) -> None:
+        life: PrefillLife | DecodeLife
+        life = self.prefills[room.prefill] if side == "prefill" else self.decodes[room.decode]
+        if room.aborted or not life.alive:
+            self._end(room, side, "was aborted: the instance is not there")
+            return
+        # Each chunk that lands starts the wait for the next one anew.
+        chunks = -(-room.pages // self.settings.slot_pages) + 1
+        bound = TIMEOUTS.alloc * 2 + 2 * TIMEOUTS.link + TIMEOUTS.bootstrap + (chunks + 2) * TIMEOUTS.waiting
+        bound += room.generates
+        self._open[room.id, side] = (life, room)
+        heapq.heappush(self._bounds, (self.world.now + bound, room.id, side, room))
+        self.world.tell(life.name, f"is sent its half of request {room.id}, room {room.number}, {room.pages} pages")
+        life.receive(self._take, None, life, room)
+
+    def _take(self, _: object, life: PrefillLife | DecodeLife, room: Room) -> None:
+        if (room.id, life.role) in self._open:
+            life.submit(room, f"r{room.id}")
+
+    def _abort(self, room: Room) -> None:
+        """The client goes away: the router tells both sides."""
+        room.aborted = True
+        for life in (self.prefills[room.prefill], self.decodes[room.decode]):
+            if (room.id, life.role) in self._open:
+                self._end(room, life.role, "was aborted: by its client")
+                life.receive(self._cancel, None, life, room)
+
+    def _cancel(self, _: object, life: PrefillLife | DecodeLife, room: Room) -> None:
+        life.cancel(f"r{room.id}", "the client left")
+
+    def prefill_ended(self, room: Room, rid: str, reason: str | None) -> None:
+        """A prefill half has been answered."""
+        self._end(room, "prefill", reason)
+
+    def decode_started(self, room: Room, rid: str) -> None:
+        """A decode half has its prompt."""
+        room.started += 1
+        if room.started > 1:
+            raise Violation(f"room {room.number} has started to decode {room.started} times", room.number)
+
+    def decode_ended(self, room: Room, rid: str, reason: str | None) -> None:
+        """A decode half has been answered."""
+        self._end(room, "decode", reason)
+        if reason is None:
+            self.served += 1
+        else:
+            self.failed += 1
+
+    def _end(self, room: Room, side: str, reason: str | None) -> None:
+        self._open.pop((room.id, side), None)
+        self.world.tell(f"client {room.id}", f"{side} half of room {room.number}: {reason or 'served'}")
+        if side == "prefill":
+            room.prefill_end = reason or ""
+        else:
+            room.decode_end = reason or ""
+        if reason is None:
+            return
+        self._check_reason(room, reason)
+        # A router stops the other half; but it may have died, or there may be none: what then, the bounds say.
+        if not room.aborted and self.random.random() < 0.6:
+            room.aborted = True
+            other = self.decodes[room.decode] if side == "prefill" else self.prefills[room.prefill]
+            if (room.id, other.role) in self._open:
+                self.world.after(self.random.random() * 0.01, self._stop_other, room, other)
+
+    def _stop_other(self, room: Room, life: PrefillLife | DecodeLife) -> None:
+        if (room.id, life.role) in self._open:
+            self._open.pop((room.id, life.role))
+            life.receive(self._cancel, None, life, room)
+
+    def _check_reason(self, room: Room, reason: str) -> None:
+        if not reason:
+            raise Violation(f"request {room.id} failed without a reason", room.number)
+        kind = next((kind for words, kind in REASONS if words in reason), None)
+        if kind is None:
+            raise Violation(f"request {room.id} was told what nobody knows of: {reason!r}", room.number)
+        ended_elsewhere = room.aborted or room.prefill_end not in (None, "") or room.decode_end not in (None, "")
+        allowed = {
+            SELF_MADE: ended_elsewhere,
+            CONTEST: room.contested,
+            LINK: self.disturbed_links,
+            DAMAGE: self.faults["damage"] > 2,
+            WRITE: self.faults["write"] > 0 or self.disturbed_links,
+            WAIT: room.halves < 2 or room.contested or ended_elsewhere or not self.calm,
+        }[kind]
+        if not allowed:
+            raise Violation(f"request {room.id} was told what is not true: {reason!r}", room.number)
+
+    def died(self, life: Life) -> None:
+        """Whoever waits for a process that has died is told so by the router."""
+        for (_, side), (other, room) in list(self._open.items()):
+            if other is life:
+                self._end(room, side, f"was aborted: {life.name} has died")
+
+    def check_bounds(self) -> None:
+        """Raise if a request should have ended by now."""
+        now = self.world.now - self.delay
+        while self._bounds and self._bounds[0][0] < now:
+            _, id, side, room = heapq.heappop(self._bounds)
+            if (id, side) in self._open:
+                raise Violation(
+                    f"the {side} half of request {id}, room {room.number}, has not ended in time", room.number
+                )
+
+    def check_all_ended(self) -> None:
+        """Raise if any request waits."""
+        for (id, side), (_, room) in self._open.items():
+            raise Violation(f"the {side} half of request {id} never ended", room.number)
+
+
+def pick(draw: random.Random, count: int) -> int:
+    """An index, the first ones more often: load is never even."""
+    return int(count * draw.random() ** 1.3)

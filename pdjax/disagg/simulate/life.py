@@ -1,0 +1,149 @@
+"""Simulated instances: the very machines of `pdjax.disagg.protocol`, over modelled pools, slots and times.
+
+A *life* is one process. It may stand still, jump in time, and die; what lives at the same address later is another one.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.simulate.books import Slots
+from pdjax.disagg.simulate.settings import Settings, registration
+from pdjax.disagg.simulate.world import Link, World
+
+if TYPE_CHECKING:
+    from pdjax.disagg.simulate.clients import Clients, Room
+
+STEP = 0.002  # seconds of a step of a few pages
+RIGHT, WRONG = 1, 2  # checksums
+
+
+class Life:
+    """What both roles have: a clock, a backlog while it stands still, links."""
+
+    machine: Any  # the role's
+    role = ""
+
+    def __init__(self, world: World, clients: Clients, index: int, life: int, settings: Settings, policy: str) -> None:
+        self.world = world
+        self.clients = clients
+        self.index = index
+        self.name = f"{self.role}{index}.{life}"
+        self.alive = True
+        self.stopped = False
+        self.offset = 0.0  # of its clock
+        self.links: dict[str, Link] = {}
+        self.rooms: dict[str, Room] = {}  # live requests, by id
+        self.slots = Slots(self.name, settings.slots)
+        self.registration = registration(self.role, world.random.getrandbits(62), settings, policy)
+        self.hello = messages.encode(self.registration)
+        self._backlog: deque[tuple[Callable[..., None], Link | None, tuple[Any, ...]]] = deque()
+        self._wake_at: float | None = None
+
+    def receive(self, call: Callable[..., None], link: Link | None, *arguments: Any) -> None:
+        """Something has happened to this process: now, or when it goes on, or never."""
+        if not self.alive:
+            return
+        if self.stopped:
+            self._backlog.append((call, link, arguments))
+            return
+        call(link, *arguments)
+        self.turn()
+
+    def link_down(self, link: Link, reason: str, gone: bool) -> None:
+        """Event: the other end has closed."""
+        raise NotImplementedError
+
+    def turn(self) -> None:
+        """What an engine's loop does between steps."""
+        now = self.now
+        deadline = self.machine.tick(now)
+        if deadline is None:
+            return
+        wake_at = self._wake_at
+        if wake_at is None or deadline < wake_at:
+            self._wake_at = deadline
+            self.world.after(max(deadline - now, 0.0) + 1e-6, self._wake, deadline)
+
+    def _wake(self, at: float) -> None:
+        if self._wake_at == at:
+            self._wake_at = None
+            if self.alive and not self.stopped:
+                self.turn()
+
+    @property
+    def now(self) -> float:
+        """By its own clock."""
+        return self.world.now + self.offset
+
+    def stand_still(self, seconds: float) -> None:
+        """As after SIGSTOP, for so long."""
+        if self.alive and not self.stopped:
+            self.stopped = True
+            self.world.tell(self.name, f"stands still for {seconds:.1f} s")
+            self.world.after(seconds, self.go_on)
+
+    def go_on(self) -> None:
+        """As after SIGCONT: with all that has come meanwhile."""
+        if not self.alive or not self.stopped:
+            return
+        self.stopped = False
+        self.world.tell(self.name, "goes on")
+        while self._backlog:
+            call, link, arguments = self._backlog.popleft()
+            if link is None or link.open[self]:
+                call(link, *arguments)
+        self.turn()
+
+    def jump(self, seconds: float) -> None:
+        """The clock goes forward."""
+        self.offset += seconds
+        self.world.tell(self.name, f"has its clock jump by {seconds:.1f} s")
+        self.receive(lambda link: None, None)
+
+    def die(self) -> None:
+        """SIGKILL."""
+        self.alive = False
+        self.world.tell(self.name, "dies")
+        for link in list(self.links.values()):
+            if self.role == "prefill":
+                self.world.close_path(link, by_death=True)
+            self.world.end(link, self, gone=True, reason="the peer has died")
+        self.links.clear()
+        self.clients.died(self)
+
+    # What both machines ask of a host
+
+    def send(self, link: str, body: bytes) -> None:
+        """See `Host`."""
+        if self.world.log is not None:
+            self.world.tell(self.name, f"sends on {link}: {messages.decode_message(body)}")
+        connection = self.links.get(link)
+        if connection is not None:
+            self.world.send(connection, self, body)
+
+    def close(self, link: str) -> None:
+        """See `Host`."""
+        connection = self.links.pop(link, None)
+        if connection is not None:
+            self.world.end(connection, self, gone=False, reason="closed by the peer")
+
+    def take_slot(self) -> int | None:
+        """See `Host`."""
+        return self.slots.take()
+
+    def free_slot(self, slot: int) -> None:
+        """See `Host`."""
+        self.slots.give_back(slot)
+
+    def say(self, text: str) -> None:
+        """See `Host`."""
+        self.world.tell(self.name, f"says: {text}")
+
+    def check_home(self) -> None:
+        """Raise unless nothing is held for anybody."""
+        self.machine.check_integrity()
+        self.slots.check_home()

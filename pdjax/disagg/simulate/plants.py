@@ -1,0 +1,97 @@
+"""Bugs planted into the machines on purpose, to show that the simulator finds such bugs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+from pdjax.disagg.protocol import actions, messages
+from pdjax.disagg.protocol.decode_room import DecodeRoom
+from pdjax.disagg.protocol.prefill_room import PrefillRoom
+from pdjax.disagg.protocol.states import RoomState, advance
+from pdjax.disagg.protocol.timers import Timers
+
+
+@contextlib.contextmanager
+def release_before_the_ack() -> Iterator[None]:
+    """A room that fails gives its slots back at once, though the prefill side may still write to them."""
+
+    def fail(room: DecodeRoom, status: int, reason: str, now: float) -> list[actions.Action]:
+        failed = _FAIL(room, status, reason, now)
+        return [*failed, *room._free_granted()] if failed else failed
+
+    with mock.patch.object(DecodeRoom, "_fail", fail):
+        yield
+
+
+@contextlib.contextmanager
+def success_on_a_missing_chunk() -> Iterator[None]:
+    """The decode side counts the chunk that it waits for as one that has come."""
+
+    def complete(room: DecodeRoom, now: float) -> list[actions.Action]:
+        handoff = room._handoff
+        if handoff is None or room._scattered < handoff.chunks - 1 or room.link is None or room.state is not _TRANSFER:
+            return []
+        room.state = advance(room.state, RoomState.SUCCESS)
+        done = actions.Send(room.link, messages.Complete(room.room, room._claimed()))
+        return [actions.StartDecode(handoff), done, *room._close_when_dry()]
+
+    with mock.patch.object(DecodeRoom, "_complete", complete):
+        yield
+
+
+@contextlib.contextmanager
+def forgotten_timer() -> Iterator[None]:
+    """Rooms that wait for the other half to show up are not watched."""
+
+    def watch(timers: Timers[Any], room: Any) -> None:
+        if room.state is not RoomState.BOOTSTRAPPING:
+            _WATCH(timers, room)
+
+    with mock.patch.object(Timers, "watch", watch):
+        yield
+
+
+@contextlib.contextmanager
+def double_claim() -> Iterator[None]:
+    """A later claim of a room takes the place of the first."""
+
+    def receive(room: PrefillRoom, link: str, message: messages.RoomMessage, now: float) -> list[actions.Action]:
+        if isinstance(message, messages.Claim) and room.generation is not None and not room.state.final:
+            room.link, room.generation = link, message.generation
+            return []
+        return _RECEIVE(room, link, message, now)
+
+    with mock.patch.object(PrefillRoom, "_receive", receive):
+        yield
+
+
+@contextlib.contextmanager
+def credit_counted_twice() -> Iterator[None]:
+    """A slot whose chunk is sent again is given back for each time that it landed."""
+
+    def send_again(room: DecodeRoom, notice: messages.ChunkNotice, now: float) -> list[actions.Action]:
+        again = _SEND_AGAIN(room, notice, now)
+        kept = notice.chunk in room._granted
+        return [actions.FreeSlot(notice.slot), *again] if kept else again
+
+    with mock.patch.object(DecodeRoom, "_send_again", send_again):
+        yield
+
+
+_FAIL, _SEND_AGAIN, _RECEIVE = DecodeRoom._fail, DecodeRoom._send_again, PrefillRoom._receive
+_WATCH = Timers.watch
+_TRANSFER = RoomState.TRANSFERRING
+
+PLANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
+    plant.__name__: plant
+    for plant in (
+        release_before_the_ack,
+        success_on_a_missing_chunk,
+        forgotten_timer,
+        double_claim,
+        credit_counted_twice,
+    )
+}

@@ -1,0 +1,164 @@
+"""A simulated prefill instance."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from pdjax.disagg.protocol.asks import PrefillAsk
+from pdjax.disagg.protocol.hosts import Gathered
+from pdjax.disagg.protocol.prefill_instance import PrefillInstance
+from pdjax.disagg.simulate.books import Pages, Violation
+from pdjax.disagg.simulate.life import RIGHT, STEP, Life
+from pdjax.disagg.simulate.settings import SPEC, TIMEOUTS, Settings
+from pdjax.disagg.simulate.world import Link, World, Write
+
+if TYPE_CHECKING:
+    from pdjax.disagg.simulate.clients import Clients, Room
+
+
+class PrefillLife(Life):
+    """A prefill instance: one prompt at a time, a few pages a step. See `PrefillHost`."""
+
+    role = "prefill"
+
+    def __init__(self, world: World, clients: Clients, index: int, life: int, settings: Settings, policy: str) -> None:
+        super().__init__(world, clients, index, life, settings, policy)
+        self.machine = PrefillInstance(self, registration=self.registration, timeouts=TIMEOUTS)
+        self.pages = Pages(self.name, settings.prefill_pages)
+        self._step_pages = settings.slot_pages
+        self._queue: deque[str] = deque()
+        self._done: dict[str, int] = {}  # computed pages
+        self._served: dict[str, str] = {}  # link that a request's pages go to
+        self._writing: tuple[str, int, int] | None = None
+        self._stepping = False
+
+    def submit(self, room: Room, rid: str) -> None:
+        """A request comes."""
+        self.rooms[rid] = room
+        self.machine.submit(PrefillAsk(rid, room.number, room.pages, room.digest, room.priority, self.now), self.now)
+
+    def cancel(self, rid: str, reason: str) -> None:
+        """A client goes."""
+        if self.rooms.pop(rid, None) is not None:
+            self._forget(rid)
+            self.machine.cancel(rid, reason, self.now)
+
+    def link_up(self, link: Link, hello: bytes) -> None:
+        """Event."""
+        self.machine.link_up(link.prefill_name, hello, self.now)
+
+    def link_down(self, link: Link, reason: str, gone: bool) -> None:
+        """Event."""
+        link.open[self] = False
+        self.links.pop(link.prefill_name, None)
+        self.world.tell(self.name, f"hears that {link.prefill_name} has ended: {reason}")
+        self.machine.link_down(link.prefill_name, reason, self.now)
+        self._close(link)
+
+    def frame(self, link: Link, body: bytes) -> None:
+        """Event."""
+        self.machine.frame(link.prefill_name, body, self.now)
+
+    def write_ended(self, link: Link | None, id: int, error: str | None) -> None:
+        """Event of the data path."""
+        self.machine.write_ended(id, error, self.now)
+
+    def open_path(self, link: str, transfer: bytes) -> str | None:
+        """See `PrefillHost`."""
+        connection = self.links.get(link)
+        if connection is not None:
+            connection.path = True
+        return None
+
+    def close_path(self, link: str) -> None:
+        """See `PrefillHost`."""
+        connection = self.links.get(link)
+        if connection is not None:
+            self._close(connection)
+
+    def _close(self, link: Link) -> None:
+        if link.path:
+            self.world.close_path(link, by_death=False)
+
+    def begin_prompt(self, rid: str) -> int | None:
+        """See `PrefillHost`."""
+        room = self.rooms[rid]
+        if self.pages.take(rid, room.pages) is None:
+            return None
+        self._queue.append(rid)
+        self._done[rid] = room.cached_pages
+        if not self._stepping:
+            self._stepping = True
+            self.world.after(0.0, self.receive, self._step, None, "", 0)
+        return room.cached_pages
+
+    def _step(self, link: Link | None, rid: str, end: int) -> None:
+        """A step ends, and the next begins."""
+        self.machine.steps += 1
+        now = self.now
+        if rid in self._done:
+            self._done[rid] = end
+            if end < self.rooms[rid].pages:
+                self.machine.computed(rid, now)
+            else:
+                self._queue.remove(rid)
+                self.machine.prompt_done(rid, 1, -0.5, [], 0, now)
+        while self._queue and self._queue[0] not in self._done:
+            self._queue.popleft()
+        if not self._queue:
+            self._stepping = False
+            return
+        rid = self._queue[0]
+        first = self._done[rid]
+        end = min(first + self._step_pages, self.rooms[rid].pages)
+        self.machine.computing(rid, first, end, now)
+        self.world.after(STEP, self.receive, self._step, None, rid, end)
+
+    def gather(self, slot: int, rid: str, first_page: int, pages: int) -> Gathered:
+        """See `PrefillHost`."""
+        if rid not in self.pages.owned:
+            raise Violation(f"{self.name} gathers pages of {rid}, which has none", self.rooms[rid].number)
+        if first_page + pages > max(self._done[rid], 0) and rid in self._queue:
+            raise Violation(f"{self.name} sends pages of {rid} before they are computed", self.rooms[rid].number)
+        self._writing = (rid, first_page, pages)
+        return Gathered(pages * SPEC.page_bytes, RIGHT, 0.0)
+
+    def write(
+        self, id: int, link: str, slot: int, peer_offset: int, nbytes: int, notice: bytes, deadline: float
+    ) -> None:
+        """See `PrefillHost`."""
+        content = self._writing
+        assert content is not None, "a chunk is gathered before it is written"
+        rid = content[0]
+        if self._served.setdefault(rid, link) != link:
+            raise Violation(
+                f"{rid} is sent to two decode instances: its room was claimed twice", self.rooms[rid].number
+            )
+        connection = self.links.get(link)
+        if connection is None:
+            raise Violation(f"{self.name} writes on a link that is gone", self.rooms[rid].number)
+        target = peer_offset // (self.registration.slot_pages * SPEC.page_bytes)
+        self.world.post(Write(id, connection, target, 0, (self.rooms[rid], *content[1:]), notice))
+
+    def finish(self, rid: str) -> None:
+        """See `PrefillHost`."""
+        room = self.rooms.pop(rid)
+        self._forget(rid)
+        self.clients.prefill_ended(room, rid, None)
+
+    def fail(self, rid: str, status: int, reason: str) -> None:
+        """See `Host`."""
+        room = self.rooms.pop(rid)
+        self._forget(rid)
+        self.clients.prefill_ended(room, rid, reason)
+
+    def _forget(self, rid: str) -> None:
+        self.pages.give_back(rid)
+        self._done.pop(rid, None)
+        self._served.pop(rid, None)
+
+    def check_home(self) -> None:
+        """Raise unless nothing is held for anybody."""
+        super().check_home()
+        self.pages.check_home()

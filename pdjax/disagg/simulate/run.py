@@ -1,0 +1,176 @@
+"""One seed: a world with its requests and faults, checked all along and at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from pdjax.disagg.simulate.books import Violation
+from pdjax.disagg.simulate.clients import Clients, pick
+from pdjax.disagg.simulate.prefill_life import PrefillLife
+from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
+from pdjax.disagg.simulate.world import World
+
+CHECK_EVERY = 1.0  # seconds between looks at the requests' bounds
+SETTLE = 75.0  # seconds after the last fault in which everything has ended
+
+
+@dataclass
+class Outcome:
+    """What a seed came to. `problem` is None if nothing that must never happen has; `log` is of the room it was."""
+
+    seed: int
+    rooms: int = 0
+    served: int = 0
+    events: int = 0
+    simulated_s: float = 0.0
+    faults: Counter[str] = field(default_factory=Counter)
+    problem: str | None = None
+    log: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int, settings: Settings | None = None, *, explain: bool = True) -> Outcome:
+    """Play a world. If it fails and `explain`, play it again, with a log."""
+    settings = settings or Settings()
+    world = World(seed)
+    play = _Play(world, settings, calm=settings.calm_every > 0 and seed % settings.calm_every == 0)
+    outcome = Outcome(seed)
+    room = None
+    try:
+        play.run()
+    except Violation as violation:
+        outcome.problem, room = str(violation), violation.room
+    except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
+        outcome.problem = f"{type(error).__name__}: {error}"
+    outcome.rooms, outcome.served = play.clients.rooms, play.clients.served
+    outcome.events, outcome.simulated_s = world.events, world.now
+    outcome.faults = Counter({kind: count for kind, count in world.faults.items() if count})
+    if outcome.problem is not None and explain:
+        outcome.log = _explain(seed, settings, room)
+    return outcome
+
+
+def _explain(seed: int, settings: Settings, room: int | None) -> list[str]:
+    """The log of a failing seed: of one room and of what happened to instances and links, or the last of everything."""
+    entries: list[tuple[float, str, str]] = []
+    world = World(seed, entries)
+    try:
+        _Play(world, settings, calm=settings.calm_every > 0 and seed % settings.calm_every == 0).run()
+    except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
+        entries.append((world.now, "world", f"{type(error).__name__}: {error}"))
+    if room is not None:
+        entries = [entry for entry in entries if f"room={room}," in entry[2] or f"room {room}" in entry[2]
+                   or not entry[2].startswith(("sends", "is sent", "prefill half", "decode half"))]  # fmt: skip
+    return [f"{at:10.4f} {who:12} {what}" for at, who, what in entries[-400:]]
+
+
+class _Play:
+    def __init__(self, world: World, settings: Settings, *, calm: bool) -> None:
+        self.world = world
+        self.settings = settings
+        self.calm = calm
+        self.random = world.random
+        self.clients = Clients(world, settings, calm=calm)
+
+    def run(self) -> None:
+        """Requests and faults, then peace, then a fresh request for every pair. Raises `Violation`."""
+        world, settings, clients = self.world, self.settings, self.clients
+        span = settings.rooms * settings.arrival / settings.prefill
+        for _ in range(settings.rooms):
+            world.after(self.random.random() * span, self._request)
+        if not self.calm:
+            for _ in range(settings.faults):
+                world.after(self.random.random() * span, self._fault)
+        self._run_checked(span)
+        self._make_peace()
+        self._run_checked(world.now + SETTLE + clients.delay)
+        self._probe()
+        self._run_checked(world.now + 10.0)
+        clients.check_all_ended()
+        self._check_home()
+
+    def _run_checked(self, until: float) -> None:
+        while self.world.now < until:
+            self.world.run(min(self.world.now + CHECK_EVERY, until))
+            self.clients.check_bounds()
+
+    def _request(self) -> None:
+        clients = self.clients
+        clients.request(pick(self.random, len(clients.prefills)), pick(self.random, len(clients.decodes)))
+
+    def _probe(self) -> None:
+        """A request for every pair, or, if those are many, for every instance: all of them must be served."""
+        prefills, decodes = len(self.clients.prefills), len(self.clients.decodes)
+        pairs = [(p, d) for p in range(prefills) for d in range(decodes)]
+        if len(pairs) > 64:
+            pairs = [(index % prefills, index % decodes) for index in range(max(prefills, decodes))]
+        self.random.shuffle(pairs)
+        probes = []
+        for index, (prefill, decode) in enumerate(pairs):
+            self.world.run(self.world.now + 0.01)
+            probes.append(self.clients.request(prefill, decode, plain=True))
+            if index % 8 == 7:
+                self.world.run(self.world.now + 0.1)
+        self.world.run(self.world.now + 8.0)
+        for probe in probes:
+            if probe.decode_end != "" or probe.prefill_end != "":
+                raise Violation(
+                    f"after all was well again, prefill {probe.prefill} and decode {probe.decode} did not serve "
+                    f"request {probe.id}: {probe.prefill_end!r}, {probe.decode_end!r}", probe.number
+                )  # fmt: skip
+
+    def _check_home(self) -> None:
+        for life in [*self.clients.prefills, *self.clients.decodes]:
+            life.check_home()
+
+    def _fault(self) -> None:
+        clients, draw = self.clients, self.random
+        side = clients.prefills if draw.random() < 0.5 else clients.decodes
+        life = side[pick(draw, len(side))]
+        kind = draw.choice(("kill", "stop", "long stop", "jump", "cut", "path", "frames", "damage", "writes"))
+        if kind in ("kill", "stop", "long stop", "jump", "cut", "path"):
+            clients.disturbed_links = True
+        if kind == "kill" and life.alive:
+            self.world.faults["kill"] += 1
+            life.die()
+            self.world.after(draw.expovariate(1), self._restart, life)
+        elif kind in ("stop", "long stop"):
+            seconds = draw.random() if kind == "stop" else draw.uniform(1, 4) * TIMEOUTS.peer
+            self.world.faults[kind] += 1
+            clients.delay += seconds
+            life.stand_still(seconds)
+        elif kind == "jump":
+            self.world.faults["clock jump"] += 1
+            life.jump(draw.uniform(0.5, 20))
+        elif kind == "cut" and life.links:
+            self.world.faults["link cut"] += 1
+            link = draw.choice(list(life.links.values()))
+            for end in (link.prefill, link.decode):
+                self.world.send_event(link, end, end.link_down, "it was cut", False)
+        elif kind == "path":
+            links = [link for link in life.links.values() if link.path]
+            if links:
+                self.world.faults["path lost"] += 1
+                link = draw.choice(links)
+                link.prefill.receive(self._lose_path, link)
+        elif kind in ("frames", "damage", "writes"):
+            name = {"frames": "truncate", "damage": "damage", "writes": "refuse"}[kind]
+            setattr(self.world, name, draw.uniform(0.01, 0.3))
+            self.world.after(draw.uniform(0.05, 0.5), setattr, self.world, name, 0.0)
+
+    def _lose_path(self, link) -> None:
+        link.prefill.machine.path_lost(link.prefill_name, "the transport failed", link.prefill.now)
+
+    def _restart(self, life) -> None:
+        """Another process takes a dead one's place, at the same address."""
+        clients = self.clients
+        if isinstance(life, PrefillLife):
+            clients.prefills[life.index] = clients.new_prefill(life.index)
+        else:
+            clients.decodes[life.index] = clients.new_decode(life.index)
+
+    def _make_peace(self) -> None:
+        """No more faults; whoever stands still goes on in its own time, and so do those who are to start again."""
+        self.world.truncate = self.world.damage = self.world.refuse = 0.0
+        for kind in ("truncate", "damage", "refuse"):
+            self.world.after(1.0, setattr, self.world, kind, 0.0)

@@ -1,0 +1,46 @@
+"""What kind of world is played, and what is fixed in all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdjax.cache.spec import StateSpec
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.protocol.topology import Rank
+
+SPEC = StateSpec("kv", layers=1, heads=1, head_dim=1, page_size=1, dtype="float32")
+TIMEOUTS = Timeouts(bootstrap=12, waiting=12, transfer=3, alloc=8, link=1, peer=2.5, heartbeat=0.5)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One world. Times are simulated seconds, sizes pages."""
+
+    prefill: int = 4
+    decode: int = 8
+    rooms: int = 200  # requests, without those that show at the end that every pair works again
+    faults: int = 12  # kills, stops, cuts...; requests are also aborted, duplicated and so on by themselves
+    calm_every: int = 10  # one seed in so many has no faults: there, everything must succeed
+    arrival: float = 0.03  # mean seconds between requests, divided by the number of prefill instances
+    prefill_pages: int = 64
+    decode_pages: int = 160
+    slots: int = 3
+    slot_pages: int = 4
+
+
+def registration(role: str, instance: int, settings: Settings, allocation: str) -> messages.Registration:
+    """What a simulated instance says of itself."""
+    return messages.Registration(
+        protocol_version=messages.PROTOCOL_VERSION,
+        layout_version=messages.LAYOUT_VERSION,
+        role=role,
+        instance=instance,
+        model="simulated",
+        state=SPEC,
+        backend="simulated",
+        ranks=[Rank(b"")],
+        slots=settings.slots,
+        slot_pages=settings.slot_pages,
+        allocation=allocation,
+    )

@@ -1,0 +1,235 @@
+"""What an instance decides about its links and rooms, told and asked directly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.asks import DecodeAsk, PrefillAsk
+from pdjax.disagg.protocol.decode_instance import DecodeInstance
+from pdjax.disagg.protocol.prefill_instance import PrefillInstance
+from pdjax.disagg.simulate.settings import TIMEOUTS, Settings, registration
+
+LINK = "host:7"
+HELLO = {life: messages.encode(registration("prefill", life, Settings(), messages.EARLY)) for life in (1, 2)}
+
+
+class Host:
+    """Notes what it is asked for. `pages`: whether there are any."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.connects = 0
+        self.closed: list[str] = []
+        self.failed: dict[str, str] = {}
+        self.reserved: list[str] = []
+        self.slots = [0, 1]
+        self.drains: list[int] = []
+        self.pages = True
+
+    def send(self, link: str, body: bytes) -> None:
+        self.sent.append(messages.decode_message(body))
+
+    def connect(self, link: str, host: str, port: int) -> None:
+        self.connects += 1
+
+    def close(self, link: str) -> None:
+        self.closed.append(link)
+
+    def take_slot(self) -> int | None:
+        return self.slots.pop() if self.slots else None
+
+    def free_slot(self, slot: int) -> None:
+        self.slots.append(slot)
+
+    def reserve(self, rid: str) -> bool:
+        if self.pages:
+            self.reserved.append(rid)
+        return self.pages
+
+    def fail(self, rid: str, status: int, reason: str) -> None:
+        self.failed[rid] = reason
+
+    def drain(self, id: int) -> None:
+        self.drains.append(id)
+
+    def draw(self) -> int:
+        return 99
+
+    def say(self, text: str) -> None:
+        assert text
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"nobody expected {name}")
+
+
+def decode(host: Host, policy: str = messages.EARLY) -> DecodeInstance:
+    return DecodeInstance(host, registration=registration("decode", 5, Settings(), policy), timeouts=TIMEOUTS)  # type: ignore[arg-type]
+
+
+def ask(instance: DecodeInstance, now: float, rid: str = "r", room: int = 3) -> None:
+    instance.submit(DecodeAsk(rid, room, "host", 7, 4, b"d" * 8, 4), now)
+    instance.tick(now)
+
+
+def granted(host: Host, instance: DecodeInstance, now: float = 0.0) -> None:
+    """A claimed room with one slot that the prefill side may write to."""
+    ask(instance, now)
+    instance.link_up(LINK, HELLO[1], now)
+    instance.frame(LINK, messages.encode(messages.SlotRequest(3, 99, 0)), now)
+    assert isinstance(host.sent[-1], messages.SlotGrant) and host.slots == [0]
+
+
+def test_a_peer_that_says_nothing_for_too_long_is_given_up_and_its_rooms_say_so() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    now = 0.0
+    while not host.failed and now < 10:
+        now += TIMEOUTS.heartbeat
+        instance.tick(now)
+    assert TIMEOUTS.peer <= now <= TIMEOUTS.peer + 2 * TIMEOUTS.heartbeat
+    assert "it hangs" in host.failed["r"] and host.closed == [LINK]
+    assert sum(isinstance(message, messages.Heartbeat) for message in host.sent) >= 4
+    assert instance.stats()["staging_slots_quarantined"] == 1 and not host.drains
+
+
+def test_a_peer_that_beats_may_compute_for_as_long_as_it_likes() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    for tenth in range(1, 100):
+        instance.frame(LINK, messages.encode(messages.Heartbeat(tenth, 1)), tenth / 10)
+        instance.tick(tenth / 10)
+    assert not host.failed
+
+
+def test_who_stood_still_itself_blames_nobody() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.tick(TIMEOUTS.waiting - 0.1)
+    assert not host.failed and not host.closed
+
+
+@pytest.mark.parametrize("proof", ["another life", "the same life", "nobody listens"])
+def test_slots_in_quarantine_come_home_when_the_peers_fate_is_known(proof: str) -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.link_down(LINK, "it was cut", 1.0, gone=False)
+    assert "it was cut" in host.failed["r"] and host.slots == [0] and host.connects == 1
+    look: float | None = 1.0
+    while host.connects < 2:
+        look = instance.tick(look)
+        assert look is not None and look < 10, "it is looked for again, and soon"
+    if proof == "another life":
+        instance.link_up(LINK, HELLO[2], look)
+    elif proof == "nobody listens":
+        instance.link_failed(LINK, "connection refused", look, gone=True)
+    else:
+        instance.link_up(LINK, HELLO[1], look)
+        assert isinstance(host.sent[-1], messages.Abort) and not host.drains
+        instance.frame(LINK, messages.encode(messages.AbortAck(3, 99)), look)
+    assert host.slots == [0], "not before all that was sent has landed"
+    instance.drained(host.drains[0], look)
+    assert sorted(host.slots) == [0, 1] and instance.stats()["rooms"] == 0
+
+
+def test_a_dead_peer_needs_no_quarantine() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.link_down(LINK, "the peer has died", 1.0, gone=True)
+    instance.drained(host.drains[0], 1.0)
+    assert sorted(host.slots) == [0, 1]
+
+
+def test_a_room_number_is_free_again_while_slots_of_the_old_room_are_out() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.cancel("r", "the client left", 1.0)
+    ask(instance, 1.0, rid="next")
+    assert not host.failed and host.reserved == ["r", "next"]
+
+
+def test_an_abort_that_may_have_been_lost_is_said_again_with_its_reason() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.cancel("r", "the client left", 1.0)
+    first = host.sent[-1]
+    instance.frame(LINK, messages.encode(messages.Heartbeat(1, 1)), 1.0 + TIMEOUTS.transfer)
+    instance.tick(1.0 + TIMEOUTS.transfer)
+    assert isinstance(first, messages.Abort) and "the client left" in first.reason
+    assert host.sent.count(first) == 2
+
+
+def test_prefill_complete_takes_pages_only_when_the_prompt_is_computed_and_grants_no_slot_before() -> None:
+    host = Host()
+    instance = decode(host, messages.PREFILL_COMPLETE)
+    ask(instance, 0.0)
+    hello = messages.encode(registration("prefill", 1, Settings(), messages.PREFILL_COMPLETE))
+    instance.link_up(LINK, hello, 0.0)
+    assert isinstance(host.sent[-1], messages.Claim) and not host.reserved
+    instance.frame(LINK, messages.encode(messages.SlotRequest(3, 99, 0)), 0.0)
+    host.pages = False
+    instance.frame(LINK, messages.encode(messages.Handoff(3, 99, 1, 7, -0.5, 0.0, 0.1)), 0.0)
+    instance.tick(0.0)
+    assert not any(isinstance(message, messages.SlotGrant) for message in host.sent)
+    host.pages = True
+    instance.tick(1.0)
+    assert host.reserved == ["r"]
+    assert any(isinstance(message, messages.SlotGrant) for message in host.sent)
+
+
+def test_a_wait_for_pages_ends_and_says_what_it_was_for() -> None:
+    host = Host()
+    host.pages = False
+    instance = decode(host)
+    ask(instance, 0.0)
+    instance.tick(TIMEOUTS.alloc)
+    assert "waited 8 s for free pages" in host.failed["r"]
+
+
+@pytest.mark.parametrize("body", [b"", b"\xc1", b"rubbish", messages.encode(messages.Claim(1, 2, 3, b""))[:-3]])
+def test_a_frame_that_does_not_parse_is_answered_and_counted(body: bytes) -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.frame(LINK, body, 0.0)
+    assert isinstance(host.sent[-1], messages.Refused) and "does not parse" in host.sent[-1].reason
+    assert instance.stats()["refused_frames_total"] == 1
+    instance.frame(LINK, messages.encode(host.sent[-1]), 0.0)
+    assert sum(isinstance(message, messages.Refused) for message in host.sent) == 1, "an answer is not answered"
+
+
+def test_prompts_get_pages_by_priority_and_one_at_a_time_among_equals() -> None:
+    begun: list[str] = []
+
+    class PrefillHost(Host):
+        def open_path(self, link: str, transfer: bytes) -> None:
+            return None
+
+        def begin_prompt(self, rid: str) -> int:
+            begun.append(rid)
+            return 0
+
+    host = PrefillHost()
+    own = registration("prefill", 1, Settings(), messages.EARLY)
+    instance = PrefillInstance(host, registration=own, timeouts=TIMEOUTS)  # type: ignore[arg-type]
+    instance.link_up("in", messages.encode(registration("decode", 2, Settings(), messages.EARLY)), 0.0)
+    for number, (rid, priority) in enumerate([("a", 0), ("b", 0), ("urgent", 1)]):
+        instance.frame("in", messages.encode(messages.Claim(number, number, 4, b"d")), 0.0)
+        instance.submit(PrefillAsk(rid, number, 4, b"d", priority, float(number)), 0.0)
+        if rid == "a":
+            instance.tick(0.0)
+    instance.tick(0.0)
+    assert begun == ["a", "urgent"]
+    instance.cancel("a", "the client left", 0.0)
+    instance.cancel("urgent", "the client left", 0.0)
+    instance.tick(0.0)
+    assert begun == ["a", "urgent", "b"]
