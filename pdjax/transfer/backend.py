@@ -71,6 +71,16 @@ class Drained:
 TransferEvent = WriteDone | WriteFailed | Notice | PeerLost | Drained
 
 
+@dataclass(frozen=True)
+class BackendOptions:
+    """What the configuration says to whichever backend is chosen; each takes from it what it knows."""
+
+    mapped: bool = True  # on one host, write straight into a peer's memory where the backend can
+    devices: tuple[str, ...] = ()  # network devices to use; none: the backend's own choice
+    host: str = "127.0.0.1"  # address at which backends that listen are reached
+    transports: str = ""  # UCX's names of the transports that may be used; empty: chosen by what this machine has
+
+
 class TransferError(Exception):
     """A backend that cannot start, a region that cannot be registered, a peer that cannot be described."""
 
@@ -81,6 +91,7 @@ class TransferBackend(Protocol):
     `on_event` must only hand them on."""
 
     name: str
+    summary: str  # for one line at start: what moves the bytes, and out of which memory
 
     def register(self, region: int, address: int, nbytes: int) -> None:
         """Make [address, address + nbytes) a source of writes. The memory must outlive the backend."""

@@ -1,7 +1,8 @@
-"""Processes with a UCX backend."""
+"""Processes with a transfer backend."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,9 +13,20 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.jobs import Job
 
-RING, SMALL = 96 << 20, 1 << 20
-PATHS = {"mapped": "mapped, notices by tcp/", "put": "tcp/"}  # how each mode describes itself
+RING, SMALL = 64 << 20, 1 << 20
+PATHS = {"mapped": "mapped, notices by tcp/", "put": "tcp/"}  # how each mode of ucx describes itself
 _SCRIPT = Path(__file__).with_name("peer.py")
+
+
+def _needs(mode: str, *modules: str) -> object:
+    there = any(importlib.util.find_spec(module) for module in modules)
+    return pytest.param(mode, marks=pytest.mark.skipif(not there, reason=f"{modules[0]} is not installed"))
+
+
+MOVING = [*PATHS, _needs("nixl", "nixl_cu12", "nixl_cu13"), _needs("mooncake", "mooncake")]
+every_backend = pytest.mark.parametrize("mode", [*MOVING, "fake"])
+every_backend_that_moves = pytest.mark.parametrize("mode", MOVING)
+both_paths = pytest.mark.parametrize("mode", PATHS)
 
 
 def connect(source: Job, target: Job, name: str = "target") -> str:
@@ -36,16 +48,18 @@ def start() -> Iterator[Callable[..., Job]]:
 
 
 @pytest.fixture(scope="module")
-def pair() -> Iterator[dict[str, tuple[Job, Job]]]:
-    """Target and source for each mode, connected, for tests that leave them as they were."""
+def pair() -> Iterator[Callable[[str], tuple[Job, Job]]]:
+    """Target and source of a mode, connected, for tests that leave them as they were."""
     jobs: list[Job] = []
-    pairs = {}
-    try:
-        for mode in PATHS:
+    pairs: dict[str, tuple[Job, Job]] = {}
+
+    def pair_of(mode: str) -> tuple[Job, Job]:
+        if mode not in pairs:
             target, source = (Job(_SCRIPT, str(SMALL), mode, started=jobs.append) for _ in range(2))
             connect(source, target)
             pairs[mode] = (target, source)
-        yield pairs
-    finally:
-        for job in jobs:
-            job.end()
+        return pairs[mode]
+
+    yield pair_of
+    for job in jobs:
+        job.end()

@@ -1,4 +1,4 @@
-"""A process with a UcxBackend, for tests: see `tests.jobs`. Regions: 1 is a ring for peers, 2 is a source."""
+"""A process with a transfer backend, for tests: see `tests.jobs`. Regions: 1 is a ring for peers, 2 is a source."""
 
 from __future__ import annotations
 
@@ -6,15 +6,18 @@ import ctypes
 import hashlib
 import json
 import os
+import resource
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pdjax.net import mpi
 from pdjax.transfer.backend import (
+    BackendOptions,
     Drained,
     Notice,
     PeerLost,
@@ -24,7 +27,7 @@ from pdjax.transfer.backend import (
     WriteDone,
     WriteFailed,
 )
-from pdjax.transfer.ucx.backend import UcxBackend
+from pdjax.transfer.registry import create
 
 output = threading.Lock()
 window = threading.Semaphore(0)  # released by each write that ends well
@@ -34,7 +37,7 @@ heard: list[bytes] = []
 
 def say(**line: Any) -> None:
     with output:
-        print(json.dumps(line), flush=True)
+        os.write(1, f"{json.dumps(line)}\n".encode())  # at once: libraries print too
 
 
 def digest(piece: Any) -> str:
@@ -60,6 +63,11 @@ def on_event(event: TransferEvent) -> None:
             say(event="lost", peer=peer, cause=cause, at=time.monotonic())
         case Drained(id):
             say(event="drained", id=id)
+
+
+def resident() -> int:
+    """Bytes of memory in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 def write(command: dict[str, Any]) -> None:
@@ -95,7 +103,8 @@ def series(command: dict[str, Any]) -> float:
 
 
 size = int(sys.argv[1])
-backend = UcxBackend(on_event, allow_mapped=sys.argv[2] == "mapped")
+mode = sys.argv[2]
+backend = create({"mapped": "ucx", "put": "ucx"}.get(mode, mode), on_event, BackendOptions(mapped=mode == "mapped"))
 address = backend.allocate(1, size)
 memory: Any = (ctypes.c_uint8 * size).from_address(address)
 ring = np.frombuffer(memory, np.uint8)
@@ -106,7 +115,7 @@ for text in sys.stdin:
     command = json.loads(text)
     match command["op"]:
         case "describe":
-            say(answer="describe", description=backend.describe().hex(), zeroed=not ring.any())
+            say(answer="describe", description=backend.describe().hex(), zeroed=not ring.any(), address=address)
         case "connect":
             try:
                 backend.connect(command["peer"], bytes.fromhex(command["description"]))
@@ -116,11 +125,12 @@ for text in sys.stdin:
         case "disconnect":
             backend.disconnect(command["peer"])
         case "fill":
-            source[:] = np.random.default_rng(command["seed"]).integers(0, 256, size, np.uint8)
-            say(answer="fill")
-        case "digest":  # of a range of the source
+            random = np.random.default_rng(command["seed"])
             piece = source[command["offset"] : command["offset"] + command["nbytes"]]
-            say(answer="digest", digest=digest(piece))
+            piece[:] = np.frombuffer(random.bytes(len(piece)), np.uint8)
+            say(answer="fill", digest=digest(piece))
+        case "landed":  # what is in the ring
+            say(answer="landed", digest=digest(ring))
         case "write":
             write(command)
         case "series":
@@ -133,7 +143,7 @@ for text in sys.stdin:
         case "drain":
             backend.drain(command["id"])
         case "usage":
-            say(answer="usage", cpu=time.process_time(), fds=len(os.listdir("/proc/self/fd")))
+            say(answer="usage", cpu=time.process_time(), fds=len(os.listdir("/proc/self/fd")), rss=resident())
         case "quit":
             backend.close()
             mpi.shutdown(0)

@@ -12,6 +12,8 @@ from pdjax.transfer.backend import TransferError
 from pdjax.transfer.ucx import description
 from pdjax.transfer.ucx.description import Description, Process, Region
 
+KEY = b"a key of 18 bytes."
+
 
 def described(**changes: object) -> Description:
     whole = Description(
@@ -19,7 +21,7 @@ def described(**changes: object) -> Description:
         ucx=(1, 20, 1),
         worker=b"address",
         process=description.own_process(),
-        regions=[Region(1, 4096, 100, b"key")],
+        regions=[Region(1, 4096, 100, KEY)],
     )
     return msgspec.structs.replace(whole, **changes)
 
@@ -43,10 +45,11 @@ def test_one_wrong_byte_is_noticed(position: int) -> None:
         ({"worker": b""}, "no worker address"),
         ({"worker": bytes(5000)}, "too much"),
         ({"regions": [Region(1, 4096, 100, b"")]}, "region 1 has no memory or no key"),
-        ({"regions": [Region(1, 0, 100, b"key")]}, "region 1 has no memory or no key"),
-        ({"regions": [Region(1, 1 << 63, 1 << 63, b"key")]}, "region 1 has no memory or no key"),
-        ({"regions": [Region(1, 4096, 1, b"key")] * 2}, "twice"),
-        ({"regions": [Region(i, 4096, 1, b"key") for i in range(100)]}, "too much"),
+        ({"regions": [Region(1, 4096, 100, KEY[:8])]}, "region 1 has no memory or no key"),
+        ({"regions": [Region(1, 0, 100, KEY)]}, "region 1 has no memory or no key"),
+        ({"regions": [Region(1, 1 << 63, 1 << 63, KEY)]}, "region 1 has no memory or no key"),
+        ({"regions": [Region(1, 4096, 1, KEY)] * 2}, "twice"),
+        ({"regions": [Region(i, 4096, 1, KEY) for i in range(100)]}, "too much"),
     ],
 )
 def test_what_ucx_would_not_survive_is_refused_with_a_sentence(changes: dict, sentence: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from pdjax.transfer.backend import (
+    BackendOptions,
     Drained,
     Notice,
     PeerLost,
@@ -18,7 +19,7 @@ from pdjax.transfer.backend import (
     WriteDone,
     WriteFailed,
 )
-from pdjax.transfer.fake import FakeBackend
+from pdjax.transfer.fake import create
 
 PATIENCE = 30
 
@@ -26,7 +27,7 @@ PATIENCE = 30
 class Side:
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[TransferEvent] = queue.SimpleQueue()
-        self.backend = FakeBackend(self.events.put)
+        self.backend = create(self.events.put, BackendOptions())
         self.backend.allocate(1, 1000)
         self.backend.register(2, 4096, 1000)
 
@@ -104,5 +105,5 @@ def test_strangers_on_its_port_are_dropped(sides: tuple[Side, Side]) -> None:
 
 def test_a_description_of_something_else_is_refused(sides: tuple[Side, Side]) -> None:
     _, source = sides
-    with pytest.raises(TransferError, match="cannot be reached"):
+    with pytest.raises(TransferError, match="damaged"):
         source.backend.connect("other", b"no description")

@@ -15,9 +15,11 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from typing import TypeVar
 
-from pdjax.transfer.backend import Drained, EventSink, Notice, TransferError, Write, WriteFailed
+from pdjax.transfer.backend import BackendOptions, Drained, EventSink, Notice, TransferError, Write, WriteFailed
+from pdjax.transfer.checks import check_region
 from pdjax.transfer.ucx import binding, description
 from pdjax.transfer.ucx.description import Description, Region
+from pdjax.transfer.ucx.devices import choose, has_gpu, networks, seen, transports
 from pdjax.transfer.ucx.paths import Paths
 from pdjax.transfer.ucx.worker import Memory, UcxWorker, library_path
 
@@ -26,6 +28,8 @@ _CLOSE_BOUND = 3.0
 _OPEN_PAUSE = 0.05  # seconds; the longest sleep while anything is under way
 _REST_PAUSE = 5.0  # seconds; at rest nothing should be missed, and if it were, this is what it would cost
 _DRY_LOOKS, _DRY_PAUSE = 4, 0.025  # how often, and seconds apart, nothing may be left to receive
+
+_DEFAULTS = BackendOptions()
 
 T = TypeVar("T")
 
@@ -39,17 +43,21 @@ class _Drain:
     looked: float = 0.0
 
 
+def create(on_event: EventSink, options: BackendOptions) -> UcxBackend:
+    """Start it. Raises `TransferError`."""
+    return UcxBackend(on_event, options)
+
+
 class UcxBackend:
     """See `TransferBackend`. What it allocates goes with `close`, which must come after its last use.
 
     Args:
         on_event: called on the backend's thread; must only hand on.
-        allow_mapped: write straight into the memory of peers on this host; else everything takes the network path.
-        transports: UCX's names of the transports that may be used.
+        options: with `mapped`, bytes go straight into the memory of peers on this host; else by the network path.
         library: the libucp to use; None is the one that MPI has loaded.
 
     Raises:
-        TransferError: UCX cannot start.
+        TransferError: UCX cannot start, or sees no device of the names that it was told.
     """
 
     name = "ucx"
@@ -57,9 +65,8 @@ class UcxBackend:
     def __init__(
         self,
         on_event: EventSink,
+        options: BackendOptions = _DEFAULTS,
         *,
-        allow_mapped: bool = True,
-        transports: str = "posix,cma,tcp",
         library: str | None = None,
     ) -> None:
         self._on_event = on_event
@@ -75,7 +82,11 @@ class UcxBackend:
         self._worker: UcxWorker  # both are made by the thread
         self._paths: Paths
         started: Future[None] = Future()
-        arguments = (transports, allow_mapped, started)
+        there = seen(self._ucp)
+        devices = choose(options.devices, there)
+        kinds = options.transports or transports(there, devices)
+        self.summary = _summary(self._ucp, kinds, devices or list(networks(there)), has_gpu(there))
+        arguments = (kinds, devices, options.mapped, started)
         self._thread = threading.Thread(target=self._run, args=arguments, name="pdjax-ucx", daemon=True)
         self._thread.start()
         started.result(_SET_UP_BOUND)
@@ -143,11 +154,12 @@ class UcxBackend:
 
     # Everything below runs on the thread
 
-    def _run(self, transports: str, allow_mapped: bool, started: Future[None]) -> None:
+    def _run(self, transports: str, devices: list[str], allow_mapped: bool, started: Future[None]) -> None:
         try:
             self._worker = UcxWorker(
                 self._ucp,
                 transports=transports,
+                devices=devices,
                 on_notice=lambda payload: self._on_event(Notice(payload)),
                 on_error=lambda endpoint, cause: self._errors.append((endpoint, cause)),
             )
@@ -211,11 +223,11 @@ class UcxBackend:
         return _REST_PAUSE if deadline is None else max(min(deadline - time.monotonic(), _OPEN_PAUSE), 0.001)
 
     def _register(self, region: int, address: int, nbytes: int) -> None:
-        self._check_region(region, nbytes)
+        check_region(region, nbytes, region in self._memory)
         self._memory[region] = self._worker.register(address, nbytes)
 
     def _allocate(self, region: int, nbytes: int) -> int:
-        self._check_region(region, nbytes)
+        check_region(region, nbytes, region in self._memory)
         memory = self._worker.allocate(nbytes)
         if memory.address % os.sysconf("SC_PAGE_SIZE"):
             self._worker.unmap(memory)
@@ -224,12 +236,6 @@ class UcxBackend:
         self._memory[region] = memory
         self._allocated.add(region)
         return memory.address
-
-    def _check_region(self, region: int, nbytes: int) -> None:
-        if region in self._memory:
-            raise TransferError(f"region {region} exists already")
-        if nbytes <= 0:
-            raise TransferError(f"region {region} would have {nbytes} bytes")
 
     def _describe(self) -> bytes:
         regions = []
@@ -279,3 +285,10 @@ class UcxBackend:
         for memory in self._memory.values():
             self._worker.unmap(memory)
         self._worker.destroy()
+
+
+def _summary(ucp: binding.Ucp, kinds: str, devices: list[str], gpu: bool) -> str:
+    """One line for the start of an instance."""
+    version = ".".join(map(str, ucp.version()))
+    memory = "host and GPU memory" if gpu else "host memory only"
+    return f"UCX {version} over {kinds} ({', '.join(devices) or 'no network device'}), {memory}"

@@ -67,6 +67,7 @@ status_t ucp_config_modify(handle_t config, const char *name, const char *value)
 void ucp_config_release(handle_t config);
 status_t ucp_init_version(unsigned major, unsigned minor, const ucp_params_t *, handle_t config, handle_t *context);
 void ucp_cleanup(handle_t context);
+void ucp_context_print_info(handle_t context, void *stream);
 status_t ucp_worker_create(handle_t context, const ucp_worker_params_t *, handle_t *worker);
 void ucp_worker_destroy(handle_t worker);
 status_t ucp_worker_get_address(handle_t worker, void **address, size_t *length);

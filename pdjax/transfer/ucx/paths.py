@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 
 from pdjax.transfer.backend import EventSink, PeerLost, TransferError, Write, WriteDone, WriteFailed
+from pdjax.transfer.checks import problem_with
 from pdjax.transfer.ucx import description
-from pdjax.transfer.ucx.peer import MAX_OPEN, OpenWrite, PathFailed, Peer, advance, problem_with, reach
+from pdjax.transfer.ucx.peer import MAX_OPEN, OpenWrite, PathFailed, Peer, advance, reach
 from pdjax.transfer.ucx.worker import Memory, UcxWorker
 
 _GOODBYE_BOUND = 2.0  # seconds that a peer has to take what was sent before its path is closed
@@ -65,7 +66,8 @@ class Paths:
         if peer is None:
             problem = f"no peer named {write.peer!r} is connected"
         else:
-            problem = problem_with(write, self._memory, peer.targets)
+            source, target = self._memory.get(write.region), peer.targets.get(write.peer_region)
+            problem = problem_with(write, source and source.nbytes, target and target.nbytes)
             if problem is None:
                 peer.queued.append(write)
                 return

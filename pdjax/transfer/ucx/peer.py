@@ -6,12 +6,13 @@ import ctypes
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdjax.transfer.backend import MAX_NOTICE, Write
+from pdjax.transfer.backend import TransferError, Write
 from pdjax.transfer.ucx.description import Description, is_mapped, is_neighbour
 from pdjax.transfer.ucx.worker import Memory, UcxWorker
 
 _PIECE = 8 << 20  # bytes of one copy or put: a millisecond or two, then the thread looks after everything else
 _PUTS_AHEAD = 2  # pieces of a write that are under way at a time
+_ADDRESS_VERSION = 0x0F  # where a worker's address has its version; UCX ends the process over one it does not know
 MAX_OPEN = 8  # writes to a peer that are under way at a time
 
 
@@ -70,6 +71,10 @@ def reach(worker: UcxWorker, name: str, description: Description, *, allow_mappe
     Raises:
         TransferError: it cannot be reached.
     """
+    own = worker.address()
+    if (own[0] ^ description.worker[0]) & _ADDRESS_VERSION:
+        version = ".".join(map(str, description.ucx))
+        raise TransferError(f"the peer's UCX {version} states its address in another form than ours: use one UCX")
     endpoint = worker.open(description.worker)
     neighbour = allow_mapped and is_neighbour(description.process)
     targets: dict[int, Target] = {}
@@ -87,25 +92,6 @@ def reach(worker: UcxWorker, name: str, description: Description, *, allow_mappe
         worker.close_endpoint(endpoint)
         raise
     return Peer(name, endpoint, lanes, targets)
-
-
-def problem_with(write: Write, sources: dict[int, Memory], targets: dict[int, Target]) -> str | None:
-    """What makes a write impossible, as a sentence."""
-    source, target = sources.get(write.region), targets.get(write.peer_region)
-    if source is None:
-        return f"region {write.region} is not registered here"
-    if target is None:
-        return f"the peer has no region {write.peer_region}"
-    if write.nbytes < 0 or write.offset < 0 or write.offset + write.nbytes > source.nbytes:
-        return f"[{write.offset}, +{write.nbytes}) is not within region {write.region} of {source.nbytes} bytes"
-    if write.peer_offset < 0 or write.peer_offset + write.nbytes > target.nbytes:
-        return (
-            f"[{write.peer_offset}, +{write.nbytes}) is not within the peer's region {write.peer_region} of "
-            f"{target.nbytes} bytes"
-        )
-    if len(write.notice) > MAX_NOTICE:
-        return f"a notice of {len(write.notice)} bytes is over the limit of {MAX_NOTICE}"
-    return None
 
 
 def advance(worker: UcxWorker, peer: Peer, item: OpenWrite) -> bool:

@@ -36,12 +36,18 @@ class UcxWorker:
     """
 
     def __init__(
-        self, ucp: Ucp, *, transports: str, on_notice: Callable[[bytes], None], on_error: Callable[[int, str], None]
+        self,
+        ucp: Ucp,
+        *,
+        transports: str,
+        devices: list[str],
+        on_notice: Callable[[bytes], None],
+        on_error: Callable[[int, str], None],
     ) -> None:
         self._ucp = ucp
         self._lib = ucp.lib
         self._cheap = ucp.cheap
-        self._context = self._create_context(transports)
+        self._context = self._create_context(transports, devices)
         parameters = ffi.new("ucp_worker_params_t *")
         parameters.field_mask = binding.WORKER_THREAD_MODE
         parameters.thread_mode = binding.THREAD_MODE_SERIALIZED  # tests and closing may come from another thread
@@ -196,11 +202,12 @@ class UcxWorker:
         self._lib.ucp_worker_destroy(self._worker)
         self._lib.ucp_cleanup(self._context)
 
-    def _create_context(self, transports: str) -> int:
+    def _create_context(self, transports: str, devices: list[str]) -> int:
         config = ffi.new("handle_t *")
         self._ucp.check(self._lib.ucp_config_read(ffi.NULL, ffi.NULL, config), "read its configuration")
         try:
-            for name, value in ({"TLS": transports} | _CONFIGURATION).items():
+            chosen = {"NET_DEVICES": ",".join(devices)} if devices else {}
+            for name, value in ({"TLS": transports} | chosen | _CONFIGURATION).items():
                 status = self._lib.ucp_config_modify(config[0], name.encode(), value.encode())
                 self._ucp.check(status, f"set {name} to {value}")
             parameters = ffi.new("ucp_params_t *")
