@@ -48,13 +48,14 @@ class Instance:
 
     processes: int = _option(1, "MPI ranks of this instance")
     devices_per_process: int = _option(0, "emulated CPU devices a process; 0: what the platform has")
-    tp: int = _option(1, "tensor parallel size: key-value heads, MLP and vocabulary are cut this often")
+    tp: int = _option(0, "tensor parallel size: key-value heads, MLP and vocabulary are cut this often; 0: 1, or "
+                         "with several processes all their devices")  # fmt: skip
     platform: str = _option("cpu", "cpu, cuda, or empty for what jax finds first")
 
     def __post_init__(self) -> None:
-        for name in ("processes", "tp"):
-            _require(getattr(self, name) >= 1, f"{name} must be at least 1")
-        _require(self.devices_per_process >= 0, "devices_per_process must be 0 or more")
+        _require(self.processes >= 1, "processes must be at least 1")
+        for name in ("devices_per_process", "tp"):
+            _require(getattr(self, name) >= 0, f"{name} must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,8 @@ class Engine:
     prefill_tokens: int = _option(512, "the most prompt tokens of one prefill step; longer prompts go in chunks")
     overlap: bool = _option(True, "dispatch the next step before the tokens of the one before are read")
     warmup: bool = _option(True, "compile every step at start; without it the first requests wait for compilation")
+    attention_backend: str = _option("auto", "auto, native (C++, one CPU device), plain (JAX) or pallas (one device; "
+                                             "interpreted where there is no GPU)")  # fmt: skip
 
     def __post_init__(self) -> None:
         for name in ("max_context", "max_running_requests", "max_queued_requests", "prefill_tokens"):
@@ -110,21 +113,33 @@ class Disagg:
     secret_file: str = _option("", "file with the secret that leaders share; empty: $PDJAX_SECRET; without either, "
                                "only peers of this host are taken")  # fmt: skip
     link_timeout: float = _option(5.0, "seconds until a link to another leader must stand")
-    bootstrap_timeout: float = _option(30.0, "seconds that a prefill waits for its decode side to claim the room")
+    bootstrap_timeout: float = _option(300.0, "seconds that a prefill waits for its decode side to claim the room")
+    alloc_timeout: float = _option(300.0, "seconds that a decode room waits for free pages")
     waiting_timeout: float = _option(300.0, "seconds that a decode room waits for its prefill")
     transfer_timeout: float = _option(30.0, "seconds that chunks may be on their way without any of them landing")
+    peer_timeout: float = _option(8.0, "seconds of silence after which an instance with rooms on a link counts as "
+                                       "hung; longer than any step takes")  # fmt: skip
+    allocation: str = _option("early", "early: decode reserves pages before it claims a room; prefill_complete: only "
+                                       "when the prompt is computed; the same on both sides")  # fmt: skip
 
     def __post_init__(self) -> None:
         _require(0 <= self.bootstrap_port <= 65535, "bootstrap_port must lie in 0..65535")
-        for name in ("link_timeout", "bootstrap_timeout", "waiting_timeout", "transfer_timeout"):
-            _require(getattr(self, name) > 0, f"{name} must be above 0")
+        for name in ("link", "bootstrap", "alloc", "waiting", "transfer", "peer"):
+            _require(getattr(self, f"{name}_timeout") > 0, f"{name}_timeout must be above 0")
+        policies = ("early", "prefill_complete")
+        _require(self.allocation in policies, f"allocation is early or prefill_complete, not {self.allocation!r}")
 
 
 @dataclass(frozen=True)
 class Transfer:
     """The data plane."""
 
-    backend: str = _option("ucx", "how bytes move between instances")
+    backend: str = _option("ucx", "how bytes move between instances: ucx, nixl, mooncake, fake, or a plug-in's name")
+    ib_device: str = _option("", "network devices to use: a name, several with commas, a JSON map of ranks to either, "
+                                 "or its .json file; empty: the backend's own choice")  # fmt: skip
+    ucx_transports: str = _option("", "UCX's names of the transports to use; empty: shared memory, cma and every "
+                                      "network transport that is there")  # fmt: skip
+    host: str = _option("127.0.0.1", "address at which nixl and mooncake take notices and bytes")
     ucx_library: str = _option("", "path of another libucp to load before MPI; empty: the one that MPI brings")
     mapped: bool = _option(True, "on one host, write straight into the peer's mapped staging ring")
     verify: bool = _option(True, "checksum every chunk where it leaves and where it lands; a damaged one is sent again")

@@ -24,7 +24,8 @@ from pdjax.engine.request import Finish, OutputToken, Request, finish_of
 from pdjax.engine.roles import Role
 from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
-from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Query, Stats, ToFrontend
+from pdjax.engine.trace import Trace
+from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Query, Spans, Stats, ToFrontend, TraceQuery
 
 IDLE_WAKE = 5.0  # seconds: how often an idle engine looks at its clock
 
@@ -76,6 +77,7 @@ class Engine:
         self.limits = limits
         self.emit = emit
         self.clock = clock
+        self.trace = Trace()
         self.requests: dict[str, Request] = {}
         self._eos_token_ids = eos_token_ids
         self._inbox = inbox
@@ -95,6 +97,11 @@ class Engine:
     def spec(self) -> StateSpec:
         """The KV state's shape."""
         return self.runner.spec
+
+    @property
+    def steps(self) -> int:
+        """Steps run so far."""
+        return self._counters["steps"]
 
     def run(self) -> Stop:
         """Loop until a `Stop` comes, and return it."""
@@ -143,14 +150,17 @@ class Engine:
 
     def start_decoding(self, request: Request, token: OutputToken) -> None:
         """Hand out a request's first token and go on with it."""
-        request.timeline["first_token_s"] = self.clock() - request.arrived
+        now = self.clock()
+        request.timeline["first_token_s"] = now - request.arrived
+        self.trace.request("first token", request, request.arrived, now)
         self.scheduler.add_running(request)
         self._append(request, token)
 
     def finish(self, request: Request, finish: Finish, token: OutputToken) -> None:
         """End a request with its last token."""
-        elapsed = self.clock() - request.arrived
-        request.timeline["total_s"] = elapsed
+        now = self.clock()
+        request.timeline["total_s"] = now - request.arrived
+        self.trace.finished(request, now)
         self._counters["finished_requests"] += 1
         self._forget(request)
         self.emit(tokens_frame(request, token, finish))
@@ -262,6 +272,8 @@ class Engine:
                 self.emit(Flushed(item.id, freed_pages=self.prefix.flush(), locked_pages=self.prefix.pages))
             case Query():
                 self.emit(Stats(item.id, self.stats()))
+            case TraceQuery():
+                self.emit(Spans(item.id, self.trace.spans()))
             case _:
                 self.role.on_event(item)
 
@@ -341,26 +353,30 @@ class Engine:
             self.fail(request, 504, message)
 
     def _dispatch(self, step: StepPlan) -> Flight:
+        now = self.clock()
         match step:
             case PrefillStep():
                 request = self.requests[step.row.rid]
+                if step.start == request.cached_tokens:
+                    self.trace.request("queue", request, request.arrived, now)
                 self.role.prefilling(request, step)
                 running = self.runner.dispatch(step)
                 self._counters["prompt_tokens_computed"] += len(step.token_ids)
                 ends_prompt = self.scheduler.prefilled(step) is not None
                 if not ends_prompt:
                     self.role.prefilled(request, step)
-                return Flight(step, [request], running, ends_prompt)
+                return Flight(step, [request], running, ends_prompt, now)
             case DecodeStep():
                 requests = [self.requests[row.rid] for row in step.rows]
                 running = self.runner.dispatch(step)
                 for request in requests:
                     request.pending += 1
-                return Flight(step, requests, running)
+                return Flight(step, requests, running, dispatched=now)
 
     def _read(self, flight: Flight) -> None:
         """Wait for a step's tokens and hand them out, but for those of requests that have ended."""
         result, step = flight.running.read(), flight.step
+        self.trace.computed(flight, self.clock())
         tokens = [OutputToken(*each) for each in zip(result.token_ids, result.logprobs, result.top, strict=True)]
         if isinstance(step, PrefillStep):
             request = flight.requests[0]

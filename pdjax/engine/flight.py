@@ -17,6 +17,7 @@ class Flight:
     requests: list[Request]
     running: RunningStep
     ends_prompt: bool = False
+    dispatched: float = 0.0  # seconds of the engine's clock
 
     @property
     def has_grammar(self) -> bool:

@@ -6,8 +6,10 @@ Steps are `jax.jit` over the model's flat weights with the pool donated; `warm_u
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +25,24 @@ from pdjax.engine.prompt_logprobs import PromptLogprobs
 from pdjax.engine.request import Top
 from pdjax.engine.sampling import Picked, sampling_rows
 from pdjax.engine.steps import Steps
+from pdjax.layers.attention_backend import AUTO, AttentionBackend
 from pdjax.models.checkpoint import LoadedModel
 from pdjax.wire import SamplingParams
+
+if TYPE_CHECKING:
+    from pdjax.engine.orders import Order
+
+
+class Journal(Protocol):
+    """Hears what is done to the devices, in order: how the leader of several processes has them all do the same."""
+
+    def ordered(self, order: Order) -> None:
+        """This is about to be done."""
+        ...
+
+    def picked(self, token_ids: list[int]) -> None:
+        """The tokens of the oldest step that was not read yet."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +62,10 @@ class StepResult:
 class RunningStep:
     """A step that the device was given. Its results are on their way to the host."""
 
-    def __init__(self, step: StepPlan, picked: Picked, prompt: PromptLogprobs | None) -> None:
+    def __init__(
+        self, step: StepPlan, picked: Picked, prompt: PromptLogprobs | None, journal: Journal | None = None
+    ) -> None:
+        self._journal = journal
         self._rows = [step.row] if isinstance(step, PrefillStep) else step.rows
         self._targets = len(step.targets) if isinstance(step, PrefillStep) else 0
         self._picked = picked
@@ -54,16 +75,20 @@ class RunningStep:
             wanted += [picked.top_ids, picked.top_logprobs]
         if prompt is not None and self._targets:
             wanted += prompt
-        for array in wanted:
-            array.copy_to_host_async()
+        if jax.default_backend() != "cpu":  # there it copies nothing, and takes 45 us an array
+            for array in wanted:
+                array.copy_to_host_async()
 
     def read(self) -> StepResult:
         """Wait for the results."""
         count = len(self._rows)
         tops = [row.top for row in self._rows]
         prompt, told = self._prompt, self._targets
+        token_ids = np.asarray(self._picked.tokens)[:count].tolist()
+        if self._journal is not None:
+            self._journal.picked(token_ids)
         return StepResult(
-            token_ids=np.asarray(self._picked.tokens)[:count].tolist(),
+            token_ids=token_ids,
             logprobs=np.asarray(self._picked.logprobs)[:count].tolist(),
             top=_tops(self._picked.top_ids, self._picked.top_logprobs, tops),
             prompt_logprobs=[] if prompt is None or not told else np.asarray(prompt.logprobs)[:told].tolist(),
@@ -74,19 +99,29 @@ class RunningStep:
 class Runner:
     """One instance's device work. Not thread-safe: it belongs to the device thread."""
 
-    def __init__(self, model: LoadedModel, *, spec: StateSpec, pages: int, buckets: Buckets, mesh: Mesh) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        spec: StateSpec,
+        pages: int,
+        buckets: Buckets,
+        mesh: Mesh,
+        attention: AttentionBackend = AUTO,
+    ) -> None:
         self.spec = spec
         self.buckets = buckets
         self.vocab = model.config.vocab_size
         self.pool = create_pool(spec, pages, mesh)
         self.compiles_after_warm_up = 0
+        self.journal: Journal | None = None
         self._leaves = model.leaves
         self._addresses = pool_addresses(self.pool)
         self._slots = buckets.decode_rows[-1]
         pool, replicated = pool_sharding(mesh), NamedSharding(mesh, PartitionSpec())
         empty = jax.jit(slots.empty, static_argnums=(0, 1), out_shardings=replicated)
         self._progress, self._tables = empty(self._slots, self.vocab)
-        steps = Steps(model, jnp.dtype(spec.dtype))
+        steps = Steps(model, jnp.dtype(spec.dtype), attention)
         shardings = (pool, replicated, replicated)
         self._prefill = jax.jit(steps.prefill, donate_argnames="pool", out_shardings=shardings)
         self._decode = jax.jit(steps.decode, donate_argnames=("pool", "progress"), out_shardings=shardings)
@@ -99,6 +134,7 @@ class Runner:
 
     def dispatch(self, step: StepPlan) -> RunningStep:
         """Give a step to the device. Whatever is dispatched later finds its writes done: the pool goes through both."""
+        self.announce(step)
         match step:
             case PrefillStep():
                 self._write_slots([step.row])
@@ -107,18 +143,40 @@ class Runner:
                 self._write_slots(step.rows)
                 return self._dispatch_decode(step)
 
+    def announce(self, order: Order) -> None:
+        """Say what is about to be done to the devices, to whoever must do the same."""
+        if self.journal is not None:
+            self.journal.ordered(order)
+
     def warm_up(self, steps: Iterable[StepPlan]) -> None:
         """Run steps that write to page 0 only, so that their programs are compiled."""
         self._write_slot_row(NO_SLOT, History([0], []), _IDLE.sampling)
         self._write_slot_masks({})
         running = None
-        for step in steps:
-            following = self.dispatch(step)  # is traced while the one before runs
+        for step in steps if jax.process_count() > 1 else self._compiled(steps):
+            following = self.dispatch(step)  # while the one before runs
             if running is not None:
                 running.read()
             running = following
         if running is not None:
             running.read()
+
+    def _compiled(self, steps: Iterable[StepPlan]) -> Iterator[StepPlan]:
+        """The same steps, each when its program is there: it is compiled, or read from the cache, while the next one's
+        is traced. Not for several processes, where compiling may mean to wait for the others.
+        """
+        waiting: tuple[StepPlan, Future[Any]] | None = None
+        with ThreadPoolExecutor(1, "compile") as compiler:
+            for step in steps:
+                program, arguments = self._call(step)
+                compiling = step, compiler.submit(program.lower(*arguments).compile)
+                if waiting is not None:
+                    waiting[1].result()
+                    yield waiting[0]
+                waiting = compiling
+            if waiting is not None:
+                waiting[1].result()
+                yield waiting[0]
 
     def prefill_warm_up(self) -> list[PrefillStep]:
         """A step for every prefill program."""
@@ -148,42 +206,32 @@ class Runner:
             raise RuntimeError("the KV pool has moved: something holds a view of it across a step")
 
     def _dispatch_prefill(self, step: PrefillStep) -> RunningStep:
-        count = len(step.token_ids)
-        tokens = pick(count, self.buckets.prefill_tokens)
-        token_ids, targets = np.zeros((1, tokens), np.int32), np.zeros(tokens, np.int32)
-        token_ids[0, :count] = step.token_ids
-        targets[: len(step.targets)] = step.targets
-        self.pool, picked, told = self._prefill(
-            self._leaves,
-            self.pool,
-            self._progress,
-            self._tables,
-            token_ids,
-            targets,
-            np.int32(step.start),
-            np.int32(count),
-            np.bool_(bool(step.targets)),
-            self._page_table([step.row], 1),
-            sampling_rows([step.row], 1),
-        )
-        return RunningStep(step, picked, told)
+        program, arguments = self._call(step)
+        self.pool, picked, told = program(*arguments)
+        return RunningStep(step, picked, told, self.journal)
 
     def _dispatch_decode(self, step: DecodeStep) -> RunningStep:
-        rows = pick(len(step.rows), self.buckets.decode_rows)
+        program, arguments = self._call(step)
+        self.pool, self._progress, picked = program(*arguments)
+        return RunningStep(step, picked, None, self.journal)
+
+    def _call(self, step: StepPlan) -> tuple[Any, tuple[Any, ...]]:
+        """The jitted function of a step and its arguments, padded to the step's bucket."""
+        state = (self._leaves, self.pool, self._progress, self._tables)
+        count = len(step.token_ids)
+        if isinstance(step, PrefillStep):
+            tokens = pick(count, self.buckets.prefill_tokens)
+            token_ids, targets = np.zeros((1, tokens), np.int32), np.zeros(tokens, np.int32)
+            token_ids[0, :count] = step.token_ids
+            targets[: len(step.targets)] = step.targets
+            chunk = (token_ids, targets, np.int32(step.start), np.int32(count), np.bool_(bool(step.targets)))
+            return self._prefill, (*state, *chunk, self._page_table([step.row], 1), sampling_rows([step.row], 1))
+        rows = pick(count, self.buckets.decode_rows)
         token_ids, positions = np.zeros((rows, 1), np.int32), np.zeros((rows, 1), np.int32)
-        token_ids[: len(step.rows), 0] = step.token_ids
-        positions[: len(step.rows), 0] = step.positions
-        self.pool, self._progress, picked = self._decode(
-            self._leaves,
-            self.pool,
-            self._progress,
-            self._tables,
-            token_ids,
-            positions,
-            self._page_table(step.rows, rows),
-            sampling_rows(step.rows, rows),
-        )
-        return RunningStep(step, picked, None)
+        token_ids[:count, 0] = step.token_ids
+        positions[:count, 0] = step.positions
+        paged = (token_ids, positions, self._page_table(step.rows, rows))
+        return self._decode, (*state, *paged, sampling_rows(step.rows, rows))
 
     def _write_slots(self, rows: list[Row]) -> None:
         """Bring the slots up to date with what comes with the plan."""

@@ -44,7 +44,9 @@ class Unified:
     def abort(self, request: Request, reason: str) -> None:
         """Leave the queue or host memory, if there."""
         self._waiting.discard(request)
-        self._retracted.pop(request.rid, None)
+        out = self._retracted.pop(request.rid, None)
+        if out is not None:
+            self._host.drop(out.saved)
 
     def on_event(self, event: object) -> None:
         """A unified instance has no peers."""

@@ -20,6 +20,9 @@ TOOLS = {
     "router": ("pdjax.router.app", "the HTTP surface in front of prefill and decode instances"),
     "convert": ("pdjax.launch.convert", "make a model folder from a GGUF file or a Hugging Face folder"),
     "fetch": ("pdjax.launch.fetch", "fetch a model by name and make a model folder of it"),
+    "simulate": ("pdjax.launch.simulate", "play the room protocol in seeded worlds full of faults"),
+    "trace": ("pdjax.launch.trace", "what instances did lately, merged into one file for Perfetto"),
+    "soak": ("pdjax.launch.soak", "break instances under mixed requests, and see that no answer is wrong"),
 }
 
 
@@ -31,11 +34,15 @@ def main(arguments: list[str]) -> int:
     args = parser.parse_args(rest)
     try:
         if args.command in INSTANCES:
-            return _run_instance(args.command, args.config, overrides, arguments)
+            return _run_instance(args.command, args.config, _with_shorthands(args, overrides), arguments)
         if args.command == "local":
             from pdjax.launch import local
 
             return local.main(args, overrides)
+        if args.command == "check":
+            from pdjax.launch import check
+
+            return _under_mpi(1, arguments) or check.main_and_exit(args, overrides)
         if overrides:
             parser.error(f"{args.command} takes no --gin options")
         return args.main(args)
@@ -46,27 +53,48 @@ def main(arguments: list[str]) -> int:
 
 def _run_instance(role: str, files: list[Path], overrides: list[str], arguments: list[str]) -> int:
     config = configuration.load(files, overrides)
-    from pdjax.launch import instance, mpiexec
+    from pdjax.launch import instance
+
+    return _under_mpi(config.instance.processes, arguments) or instance.run_and_exit(role, config)
+
+
+def _with_shorthands(args: argparse.Namespace, overrides: list[str]) -> list[str]:
+    """The overrides, and before them those that options of their own stand for."""
+    options = {"processes": args.nproc, "devices_per_process": args.devices_per_process}
+    return [f"Instance.{name}={value}" for name, value in options.items() if value is not None] + overrides
+
+
+def _under_mpi(processes: int, arguments: list[str]) -> int:
+    """Start again under ``mpiexec`` unless that has happened. Returns an exit code: 0 to go on."""
+    from pdjax.launch import mpiexec
 
     if not mpiexec.under_mpi():
         try:
-            mpiexec.start_again(config.instance.processes, arguments)
+            mpiexec.start_again(processes, arguments)
         except OSError as error:
             print(f"pdjax: {error}", file=sys.stderr)
             return 2
-    return instance.run_and_exit(role, config)
+    return 0
 
 
 def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pdjax.launch", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in INSTANCES.items():
-        _add_config(_command(commands, name, text, epilog=_options()))
+        instance = _command(commands, name, text, epilog=_options())
+        _add_config(instance)
+        instance.add_argument("--nproc", type=int, metavar="N", help="processes of this instance: Instance.processes")
+        instance.add_argument("--devices-per-process", type=int, metavar="N", help="Instance.devices_per_process")
     local = _command(commands, "local", "one prefill and one decode instance and a router on this machine", _options())
     _add_config(local)
     local.add_argument("--prompt", help="answer this prompt and stop; without it, serve until stopped")
     local.add_argument("--max-tokens", type=int, default=128, help="longest answer to --prompt (default: %(default)s)")
     local.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default: %(default)s)")
+    check = _command(commands, "check", "test the path to a prefill instance before traffic", _options())
+    _add_config(check)
+    which = check.add_mutually_exclusive_group(required=True)
+    which.add_argument("--prefill", metavar="HOST:PORT", help="bootstrap address of a prefill instance, or of --serve")
+    which.add_argument("--serve", metavar="HOST:PORT", help="be the other side until stopped; port 0 is any free one")
 
     for name, (module, text) in TOOLS.items():
         command = _command(commands, name, text)

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import queue
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh
+import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from pdjax.cache.allocator import PageAllocator
 from pdjax.cache.spec import StateSpec
-from pdjax.config import Config
-from pdjax.engine.buckets import make_buckets
+from pdjax.config import Config, ConfigError, Instance
+from pdjax.engine.buckets import Buckets, make_buckets
 from pdjax.engine.engine import Engine, Limits
 from pdjax.engine.grammar import Grammars
 from pdjax.engine.plan import StepPlan
@@ -24,7 +24,11 @@ from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
 from pdjax.kernels import native
 from pdjax.launch.cache_folder import cache_root
-from pdjax.models.checkpoint import load_model, model_identity
+from pdjax.layers.attention_backend import attention_backend
+from pdjax.layers.sharding import mesh_for_heads
+from pdjax.models.checkpoint import LoadedModel, load_model, model_identity
+from pdjax.models.folder import read_config
+from pdjax.net.world import World
 from pdjax.wire import ToFrontend
 
 
@@ -61,19 +65,49 @@ def keep_compiled_programs() -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
-def start_jax() -> None:
-    """Configure JAX and make this job a `jax.distributed` one of its own.
+def start_jax(world: World, instance: Instance) -> None:
+    """Configure JAX and make the processes of this instance a `jax.distributed` job of their own.
 
     Compiled programs are kept, and the native CPU kernels. The preemption service is off, because it swallows SIGTERM.
     """
     jax.config.update("jax_enable_preemption_service", False)
     keep_compiled_programs()
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    devices = None
+    if instance.platform == "cpu":
+        emulated = max(instance.devices_per_process, -(-instance.tp // world.size))
+        if emulated > 1:
+            jax.config.update("jax_num_cpu_devices", emulated)
+    elif world.local_size > 1:
+        count = max(1, instance.devices_per_process)
+        devices = list(range(world.local_rank * count, (world.local_rank + 1) * count))
     jax.distributed.initialize(
-        address, num_processes=1, process_id=0, coordinator_bind_address=address, heartbeat_timeout_seconds=10
+        world.coordinator,
+        num_processes=world.size,
+        process_id=world.rank,
+        local_device_ids=devices,
+        coordinator_bind_address=world.coordinator if world.rank == 0 else None,
+        heartbeat_timeout_seconds=10,
     )
     native.load(cache_root() / "native")
+
+
+def tensor_parallel(instance: Instance) -> int:
+    """Over how many devices heads, MLP and vocabulary are cut.
+
+    Raises:
+        ConfigError: there are too few devices, or some processes would have none.
+    """
+    found, processes = jax.device_count(), jax.process_count()
+    if processes == 1:
+        tp = instance.tp or 1
+        if tp > found:
+            raise ConfigError(f"Instance.tp is {tp} and there are {found} devices: lower it, or raise "
+                              "Instance.devices_per_process")  # fmt: skip
+        return tp
+    if instance.tp not in (0, found):
+        raise ConfigError(f"Instance.tp is {instance.tp}, and the {processes} processes have {found} devices, which "
+                          f"all must take part: set it to {found} or 0")  # fmt: skip
+    return found
 
 
 def make_engine(
@@ -110,8 +144,8 @@ def make_engine(
 
 def load_core(role: str, config: Config, folder: Path) -> Core:
     """Load the model of a folder and make its pool."""
-    tp = config.instance.tp
-    mesh = jax.make_mesh((tp,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:tp])
+    tp = tensor_parallel(config.instance)
+    mesh = mesh_for_heads(jax.devices()[:tp], read_config(folder).num_kv_heads)
     model = load_model(folder, dtype=config.model.dtype, mesh=mesh)
     spec = StateSpec(
         name="kv",
@@ -133,8 +167,9 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         page_size=spec.page_size,
         prefill_tokens=slot_pages * spec.page_size,
         max_running_requests=limits.max_running_requests,
-        # One bfloat16 row takes a scalar path on CPU, 8 times slower than two rows.
-        min_decode_rows=2 if spec.word_bytes == 2 else 1,
+        # One bfloat16 row takes a scalar path of XLA's on CPU, 8 times slower than two rows. To the native kernels 8
+        # rows cost what one does, and each bucket less is a second of start-up.
+        min_decode_rows=8 if native.multiplies(jnp.dtype(spec.dtype)) else 2 if spec.word_bytes == 2 else 1,
     )
     info = {
         "engine_type": role,
@@ -149,10 +184,11 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         "max_total_tokens": (pages - 1) * spec.page_size,
         "dtype": spec.dtype,
         "tp_size": tp,
+        "processes": jax.process_count(),
         "dp_size": 1,
     }
     return Core(
-        runner=Runner(model, spec=spec, pages=pages, buckets=buckets, mesh=mesh),
+        runner=_runner(model, config, spec=spec, pages=pages, buckets=buckets, mesh=mesh),
         mesh=mesh,
         spec=spec,
         limits=limits,
@@ -162,3 +198,11 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         identity=model_identity(folder),
         info=info,
     )
+
+
+def _runner(model: LoadedModel, config: Config, *, spec: StateSpec, pages: int, buckets: Buckets, mesh: Mesh) -> Runner:
+    try:
+        attention = attention_backend(config.engine.attention_backend, head_dim=spec.head_dim, devices=mesh.size)
+    except ValueError as error:
+        raise ConfigError(f"Engine.{error}") from error
+    return Runner(model, spec=spec, pages=pages, buckets=buckets, mesh=mesh, attention=attention)

@@ -8,17 +8,22 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from pdjax.config import Config
+from pdjax.config import Config, ConfigError
 from pdjax.engine.frontend import Frontend
+from pdjax.launch import mpiexec
 from pdjax.launch.fetch import fetch
+from pdjax.launch.join import GRACE_SECONDS, join, say
 from pdjax.models.errors import ModelError
 from pdjax.net import mpi
+from pdjax.net.world import WorldError
 from pdjax.transfer.backend import TransferError
+from pdjax.wire import Failed
 
 
 class StartError(Exception):
@@ -27,6 +32,8 @@ class StartError(Exception):
 
 def run(role: str, config: Config) -> int:
     """Serve as `role` (unified, prefill or decode) until SIGTERM, SIGINT or the end of a part.
+
+    This is the leader's part, but for the processes of an instance that are its workers.
 
     Returns:
         The exit code: 0 if it was asked to stop.
@@ -37,6 +44,10 @@ def run(role: str, config: Config) -> int:
     _check(role, config)
     _prepare_environment(config)
     folder = model_folder(config.model.folder)
+    if mpiexec.rank() > 0:
+        from pdjax.launch import worker
+
+        return worker.run(role, config, folder)
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     from pdjax.engine.engine import Stop  # after the environment is set: it imports JAX
 
@@ -72,23 +83,31 @@ def model_folder(name: str) -> Path:
         raise StartError(f"Model.folder: {name!r} is neither a folder nor a model to fetch: {error}") from error
 
 
-def say(role: str, text: str) -> None:
-    """One line for whoever watches the instance."""
-    print(f"pdjax {role}: {text}", file=sys.stderr, flush=True)
-
-
 def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[object], frontend: Frontend) -> Any:
     started = time.monotonic()
-    mpi.load(config.transfer.ucx_library or None)
+    world = join(config, folder)
     problem = mpi.check_interfaces()
     if problem is not None and role != "unified":
         raise StartError(problem)
+    if world.size > 1:
+        _check_role(role, f"{world.size} processes")
     import jax
 
+    from pdjax.engine.engine import Stop
     from pdjax.engine.unified import Unified
     from pdjax.launch.core import load_core, make_engine, start_jax
+    from pdjax.launch.leading import Leading
 
-    start_jax()
+    leading = None
+    open_requests: Callable[[], list[str]] = list
+    if world.crew is not None:
+        leading = Leading(
+            world.crew,
+            stop=lambda problem: inbox.put(Stop(problem)),
+            say=lambda text: say(role, text),
+            bury=lambda problem: _bury(role, problem, open_requests(), frontend),
+        )
+    start_jax(world, config.instance)
     core = load_core(role, config, folder)
     say(role, f"model loaded after {time.monotonic() - started:.1f} s")
     pair = None
@@ -99,6 +118,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     engine = make_engine(
         role, config, core, inbox=inbox, emit=frontend.send, make_role=Unified if pair is None else pair.make_role
     )
+    open_requests = lambda: list(engine.requests)  # noqa: E731
     info = dict(core.info)
     if config.engine.warmup:
         steps = core.warm_up_steps(role)
@@ -111,32 +131,54 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
             config.disagg.bootstrap_host, config.disagg.bootstrap_port
         )
     core.runner.expect_no_compile()
+    if leading is not None:
+        leading.begin(core.runner)
     frontend.ready(info)
     say(role, f"ready after {time.monotonic() - started:.1f} s")
-    with jax.thread_guard(True):
-        stop = engine.run()
+    try:
+        with jax.thread_guard(True):
+            stop = engine.run()
+    except Exception:
+        # A program in which a worker has died fails here too, and names nobody.
+        stop = Stop(leading.why()) if leading is not None else Stop()
+        if stop.problem is None:
+            raise
     for request in list(engine.requests.values()):
-        engine.fail(request, 503, f"this {role} instance is stopping")
+        engine.fail(request, 503, _stopping(role, stop.problem))
+    if leading is not None and stop.problem is None:
+        leading.end()
     if pair is not None:
         pair.close()
     return stop
 
 
+def _stopping(role: str, problem: str | None) -> str:
+    return f"this {role} instance is stopping" + ("" if problem is None else f": {problem}")
+
+
+def _bury(role: str, problem: str, open_requests: list[str], frontend: Frontend) -> None:
+    """What the device thread would do if it were not stuck."""
+    for rid in open_requests:
+        frontend.send(Failed(rid, 503, _stopping(role, problem)))
+    frontend.stop(GRACE_SECONDS / 2)
+
+
 def _check(role: str, config: Config) -> None:
     if config.instance.processes > 1:
-        raise StartError("Instance.processes: instances of several processes are not served yet; set it to 1")
-    if role != "unified" and config.instance.tp > 1:
-        raise StartError(f"Instance.tp: a {role} instance of several devices is not served yet; set it to 1")
+        _check_role(role, f"{config.instance.processes} processes (Instance.processes)")
+    if config.instance.tp > 1:
+        _check_role(role, f"{config.instance.tp} devices (Instance.tp)")
+
+
+def _check_role(role: str, shape: str) -> None:
+    if role != "unified":
+        raise StartError(f"a {role} instance of {shape} is not served yet: give it one process and one device")
 
 
 def _prepare_environment(config: Config) -> None:
     """What has to stand before JAX is imported."""
     if config.instance.platform:
         os.environ["JAX_PLATFORMS"] = config.instance.platform
-    devices = max(config.instance.devices_per_process, config.instance.tp)
-    if devices > 1 and config.instance.platform == "cpu":
-        flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={devices}".strip()
     # A transfer thread that returns from a C call waits this long for the interpreter at most.
     sys.setswitchinterval(1e-4)
 
@@ -158,7 +200,7 @@ def run_and_exit(role: str, config: Config) -> int:
     """`run`, for the command line: errors in words, and an end that MPI cannot hold up."""
     try:
         code = run(role, config)
-    except (StartError, TransferError, ModelError, mpi.MPIError, OSError) as error:
+    except (StartError, ConfigError, WorldError, TransferError, ModelError, mpi.MPIError, OSError) as error:
         say(role, str(error))
         code = 2
     except Exception:  # noqa: BLE001 - whatever it was, MPI must not hold up the end

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import secrets
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from pdjax.config import Config
 from pdjax.disagg.decode import Decode
 from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.protocol.topology import Rank
 from pdjax.engine.engine import Engine
 from pdjax.engine.roles import Role
 from pdjax.launch.core import Core
+from pdjax.launch.data_plane import read_secret, start_backend
 from pdjax.net.network import Network
 from pdjax.transfer.backend import TransferBackend
-from pdjax.transfer.registry import create
 from pdjax.transfer.staging import LandingRing, SourceStaging
 
 
@@ -48,7 +48,8 @@ def make_pair(role: str, config: Config, core: Core, post: Callable[[object], No
         TransferError: the backend cannot start or has no place for staging.
     """
     network = Network(post, secret=read_secret(config))
-    backend = create(config.transfer.backend, post, allow_mapped=config.transfer.mapped)
+    backend = start_backend(config, post)
+    print(f"pdjax {role}: transfer: {backend.summary}", file=sys.stderr, flush=True)
     sizes = {"slots": config.transfer.slots, "slot_pages": core.slot_pages, "backend": backend}
     if role == "prefill":
         staging = SourceStaging(core.spec, core.mesh, **sizes)
@@ -62,31 +63,29 @@ def make_pair(role: str, config: Config, core: Core, post: Callable[[object], No
         model=core.identity,
         state=core.spec,
         backend=config.transfer.backend,
-        transfer=backend.describe(),
+        ranks=[Rank(backend.describe())],
         slots=config.transfer.slots,
         slot_pages=core.slot_pages,
         # The fake backend moves no bytes, so there is nothing to verify.
         verify=config.transfer.verify and config.transfer.backend != "fake",
+        http_port=config.server.port,
+        allocation=config.disagg.allocation,
     )
     network.set_hello(messages.encode(registration))
     timeouts = Timeouts(
         bootstrap=config.disagg.bootstrap_timeout,
         waiting=config.disagg.waiting_timeout,
         transfer=config.disagg.transfer_timeout,
+        alloc=config.disagg.alloc_timeout,
+        link=config.disagg.link_timeout,
+        peer=config.disagg.peer_timeout,
+        heartbeat=min(1.0, config.disagg.peer_timeout / 4),
     )
     shared = {"network": network, "backend": backend, "registration": registration, "timeouts": timeouts}
 
     def make_role(engine: Engine) -> Role:
         if isinstance(staging, SourceStaging):
             return Prefill(engine, staging=staging, **shared)
-        return Decode(engine, ring=staging, link_timeout=config.disagg.link_timeout, **shared)
+        return Decode(engine, ring=staging, **shared)
 
     return Pair(network, backend, staging, make_role)
-
-
-def read_secret(config: Config) -> bytes | None:
-    """The secret that leaders share, from the file or `$PDJAX_SECRET`; None when neither is set."""
-    if config.disagg.secret_file:
-        return Path(config.disagg.secret_file).read_bytes().strip()
-    secret = os.environ.get("PDJAX_SECRET")
-    return secret.encode() if secret else None

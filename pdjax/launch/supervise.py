@@ -38,6 +38,11 @@ class Child:
         self._reader.start()
 
     @property
+    def pid(self) -> int:
+        """Of the process itself."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._process.poll()

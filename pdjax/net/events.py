@@ -16,18 +16,21 @@ class LinkUp:
 
 @dataclass(frozen=True)
 class LinkFailed:
-    """A link that was asked for did not come up; `reason` is a sentence."""
+    """A link that was asked for did not come up; `reason` is a sentence. `gone`: nobody listens there any more."""
 
     link: str
     reason: str
+    gone: bool = False
 
 
 @dataclass(frozen=True)
 class LinkDown:
-    """An open link has ended: the peer died, closed it, or broke the protocol."""
+    """An open link has ended: the peer died, closed it, or broke the protocol. `gone`: its process has ended, which a
+    connection that was given up does not prove."""
 
     link: str
     reason: str
+    gone: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """One link: a joined communicator that carries the messages, and the TCP connection that made it and stays open.
 
-A message is one MPI send; a byte on the TCP connection then rings at the other side, which sleeps on that socket and
+A message is one MPI send; a byte on the TCP connection rings for it at the other side, which sleeps on that socket and
 not inside MPI, whose waits spin. The receiver answers each message with a byte, so the sender knows for how long it
-has to keep MPI going. The connection's end tells the death of the peer at once, which MPI would not.
+has to keep MPI going; the byte may wait a moment for a message that goes the same way, which saves both sides a wake-up
+each. The connection's end tells the death of the peer at once, which MPI would not.
 
 Everything here runs on the one thread that calls MPI, and nothing waits.
 """
@@ -23,13 +24,17 @@ _RECEIVE_BOUND = 10.0  # seconds from a peer's ring to its message
 _ANSWER_BOUND = 20.0  # seconds in which a peer must have taken a message
 _LINGER = 2.0  # seconds that a link being closed waits for its messages to be taken
 _RING, _TAKEN, _CLOSING = b"m", b"t", b"c"
+_TAKEN_DELAY = 1e-3  # seconds that the word of a message taken may wait for company
+_MAX_OWED = _WINDOW // 4  # such words that may wait
 
 # MPI may still read or write these: sends and receives of links that have broken. They cannot be taken back.
 _abandoned: list[Any] = []
 
 
 class LinkBroken(Exception):
-    """The link has ended; the sentence says why."""
+    """The link has ended; the sentence says why. `gone`: the peer's process has ended, without doubt."""
+
+    gone = False
 
 
 @dataclass
@@ -57,16 +62,24 @@ class Link:
         self._rings = b""  # what the socket has not taken yet
         self._due = 0  # messages that have been rung for
         self._due_since = now
+        self._owed = 0  # messages that we have taken and not yet said so
         self._untaken = 0  # messages of ours that the peer has not taken
         self._taken_at = now
+        self.say_taken_at: float | None = None
         self._ended = False
+        self._unreachable = False
         self._peer_closing = False
         self._close_deadline: float | None = None
 
     @property
     def active(self) -> bool:
         """Whether MPI must be kept going for this link."""
-        return bool(self._outbox or self._sends or self._due or self._untaken or self._close_deadline is not None)
+        return bool(self.urgent or self._untaken or self._close_deadline is not None)
+
+    @property
+    def urgent(self) -> bool:
+        """Whether a message is under way inside MPI, and comes or goes with the next calls."""
+        return bool(self._outbox or self._sends or self._due)
 
     @property
     def wants_to_write(self) -> bool:
@@ -83,13 +96,14 @@ class Link:
         if self._close_deadline is None:
             self._close_deadline = now + _LINGER
 
-    def read(self, now: float) -> None:
-        """The connection is readable."""
+    def read(self, now: float) -> bool:
+        """Take in what has come over the connection. Returns whether there may be more."""
         try:
             data = self.connection.recv(4096)
         except BlockingIOError:
-            return
-        except OSError:
+            return False
+        except OSError as error:
+            self._unreachable = isinstance(error, TimeoutError)
             data = b""
         if not data:
             self._ended = True
@@ -101,6 +115,7 @@ class Link:
             self._untaken -= taken
             self._taken_at = now
         self._peer_closing |= _CLOSING in data
+        return bool(data)
 
     def progress(self, now: float) -> list[bytes]:
         """Move everything that can move. Returns the messages that have arrived, in order.
@@ -113,31 +128,60 @@ class Link:
             while self._sends and self._sends[0].request.Test():
                 self._sends.popleft()
             arrived = self._receive_due(now)
+            if self._untaken and not self._sends and not arrived:
+                # What MPI calls sent may still lie in its buffers, and moves only while MPI is called.
+                self._communicator.Iprobe(0, 0)
         except self._mpi.Exception as error:
             raise LinkBroken(f"MPI failed: {error}") from error
+        if self.say_taken_at is not None and now >= self.say_taken_at:
+            self._say_taken()
         self._flush_rings()
         if not arrived:
             self._check_end(now)
         return arrived
+
+    def say_closing(self) -> None:
+        """Tell the peer that the link is given up, so that it does not take its end for this side's death."""
+        self._rings += _CLOSING
+        self._flush_rings()
 
     def release(self) -> None:
         """Let go of connection and communicator. MPI's Disconnect is never called: it would wait for a dead peer."""
         self.connection.close()
         unfinished = [*self._sends, *([self._receive] if self._receive is not None else [])]
         _abandoned.extend(unfinished)
-        if not unfinished:
+        if unfinished:
+            return
+        try:
             self._communicator.Free()
+        except self._mpi.Exception:
+            _abandoned.append(self._communicator)  # a message has come that nobody will take: MPI keeps both
 
     def _start_sends(self, now: float) -> None:
-        while self._outbox and len(self._sends) < _WINDOW:
+        going = min(len(self._outbox), _WINDOW - len(self._sends))
+        if not going:
+            return
+        # The bell first: the peer takes about as long to wake up as MPI does to send.
+        self._rings += _RING * going
+        self._say_taken()
+        self._flush_rings()
+        if not self._untaken:
+            self._taken_at = now
+        for _ in range(going):
+            if not self._peer_lives(now):
+                return
             body = self._outbox.popleft()
             self._queued -= len(body)
             request = self._communicator.Isend([body, self._mpi.BYTE], 0, 0)
             self._sends.append(_Transfer(request, body))
-            self._rings += _RING
-            if not self._untaken:
-                self._taken_at = now
             self._untaken += 1
+
+    def _peer_lives(self, now: float) -> bool:
+        """MPI must not be asked to send to a peer whose death it has seen: MPICH over UCX crashes then. Our connection
+        to that peer ends at the same time as MPI's, so a look at it first is enough."""
+        while self.read(now):
+            continue
+        return not self._ended
 
     def _receive_due(self, now: float) -> list[bytes]:
         arrived: list[bytes] = []
@@ -150,8 +194,17 @@ class Link:
             self._receive = None
             self._due -= 1
             self._due_since = now
-            self._rings += _TAKEN
+            self._owed += 1
+            if self.say_taken_at is None:
+                self.say_taken_at = now + _TAKEN_DELAY
+        if self._owed > _MAX_OWED:
+            self._say_taken()
         return arrived
+
+    def _say_taken(self) -> None:
+        self._rings += _TAKEN * self._owed
+        self._owed = 0
+        self.say_taken_at = None
 
     def _match(self) -> _Transfer | None:
         status = self._mpi.Status()
@@ -180,10 +233,14 @@ class Link:
         if self._peer_closing and not self._due:
             raise LinkBroken("closed by the peer")
         if self._ended:
-            raise LinkBroken("the connection ended: the peer has died")
+            ending = LinkBroken("the connection ended: the peer has died")
+            # A peer that gives a link up says so, and a host that has vanished is only out of reach.
+            ending.gone = not (self._peer_closing or self._unreachable)
+            raise ending
         if self._close_deadline is not None:
             settled = not (self._outbox or self._sends or self._untaken or self._rings)
             if settled or now > self._close_deadline:
+                self._say_taken()
                 self._rings += _CLOSING
                 self._flush_rings()
                 raise LinkBroken("closed")

@@ -61,15 +61,15 @@ def load(ucx_library: str | None = None) -> Any:
             if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
                 raise MPIError("this MPI grants no more than MPI_THREAD_FUNNELED; MPI_THREAD_SERIALIZED is needed")
             if MPI.COMM_WORLD.Get_size() == 1:
-                _unlink_segments()
+                forget_names()
             _loaded = MPI
         return _loaded
 
 
-def _unlink_segments() -> None:
+def forget_names() -> None:
     """Take the names of MPI's segments out of /dev/shm, which a killed process would leave there for good.
 
-    With one process in the job, nobody will open them by name any more.
+    For when nobody will open them by name any more: there is one process in the job, or all have used them together.
     """
     for path in _mapped_files():
         if path.startswith("/dev/shm/mpich_"):
@@ -150,6 +150,8 @@ def shutdown(code: int, *, timeout: float = 5.0) -> None:
     bound = threading.Timer(timeout, os._exit, (code,))
     bound.daemon = True
     bound.start()
-    if _loaded is not None and not _loaded.Is_finalized():
+    # After a failure the others of this job may be dead or stuck, and MPI would wait for them; its process manager
+    # ends them when this process ends without having finalized.
+    if _loaded is not None and not _loaded.Is_finalized() and (code == 0 or _loaded.COMM_WORLD.Get_size() == 1):
         _loaded.Finalize()
     os._exit(code)

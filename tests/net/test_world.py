@@ -1,0 +1,107 @@
+"""How the processes of one instance meet, and what each learns of another's end; real ranks under mpiexec."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from pdjax.net.mpi import environment
+from tests.jobs import REPOSITORY
+
+START = """
+import os, sys, time, threading
+from pdjax.net import mpi
+from pdjax.net.crew import Gone
+from pdjax.net.world import WorldError, meet
+rank = int(os.environ["PMI_RANK"])
+def tell(*words): print(rank, *words, flush=True)
+"""
+
+
+def run(code: str, ranks: int = 3) -> tuple[int, list[str]]:
+    """Run code in an mpiexec job. Returns its exit code and what it printed, in order."""
+    mpiexec = Path(sys.executable).with_name("mpiexec")
+    env = environment(dict(os.environ)) | {"PYTHONPATH": str(REPOSITORY)}
+    command = [mpiexec, "-n", str(ranks), sys.executable, "-c", START + code]
+    ended = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=90, stdin=subprocess.DEVNULL, check=False
+    )
+    return ended.returncode, (ended.stdout + ended.stderr).splitlines()
+
+
+def test_every_worker_gets_every_frame_in_order_and_is_heard() -> None:
+    code, said = run("""
+world = meet({"model": "same"})
+assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 3, rank, 3)
+if rank == 0:
+    heard, lock = [], threading.Event()
+    def on_frame(rank, body):
+        heard.append((rank, body))
+        if len(heard) == 2: lock.set()
+    world.crew.watch(on_frame=on_frame, on_lost=lambda *lost: tell("lost", *lost))
+    for number in range(50): world.crew.tell(b"%d" % number + bytes(20_000 * (number % 3)))
+    lock.wait(30)
+    tell(*sorted(heard))
+    world.crew.forgive()
+else:
+    bodies = [world.worker.receive(None) for _ in range(50)]
+    assert [int(body.rstrip(bytes(1))) for body in bodies] == list(range(50))
+    assert [len(body) > 20_000 for body in bodies] == [number % 3 > 0 for number in range(50)]
+    assert world.worker.receive(0.05) is None
+    world.worker.send(b"done")
+mpi.shutdown(0)
+""")
+    assert code == 0, said
+    assert said == ["0 (1, b'done') (2, b'done')"]
+
+
+def test_processes_that_were_started_differently_are_told_in_what() -> None:
+    code, said = run("""
+try: meet({"Cache.pages": "8", "Instance.tp": str(rank // 2)})
+except WorldError as error: tell(error)
+mpi.shutdown(0)
+""")
+    assert code == 0, said
+    assert len(said) == 3
+    assert all("Instance.tp is 1 in rank 2 on " in line and "and 0 in rank 0 on " in line for line in said)
+
+
+def test_the_leader_hears_at_once_and_by_name_of_a_worker_that_dies() -> None:
+    _, said = run("""
+world = meet({})
+if rank == 0:
+    lost = threading.Event()
+    def on_lost(rank, reason):
+        tell(reason)
+        lost.set()
+    world.crew.watch(on_frame=print, on_lost=on_lost)
+    assert lost.wait(30)
+    os._exit(0)
+if rank == 2:
+    tell(os.getpid())
+    os._exit(0)  # without a word, and without MPI's end
+time.sleep(30)
+""")
+    pid = next(line.split()[1] for line in said if line.startswith("2 "))
+    assert any(line.startswith(f"0 rank 2 (process {pid} on ") and line.endswith("is gone") for line in said), said
+
+
+def test_a_worker_hears_at_once_of_its_leaders_death_whatever_it_does() -> None:
+    _, said = run(
+        """
+world = meet({})
+if rank == 0:
+    time.sleep(0.5)
+    os._exit(0)
+gone = threading.Event()
+world.worker.watch(gone.set)
+assert gone.wait(30)
+try: world.worker.receive(None)
+except Gone as end: tell("its leader", end)
+os._exit(0)
+""",
+        ranks=2,
+    )
+    assert "1 its leader is gone" in said
