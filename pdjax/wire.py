@@ -85,6 +85,12 @@ class Query(msgspec.Struct, frozen=True, tag_field="type", tag="query"):
     id: int
 
 
+class TraceQuery(msgspec.Struct, frozen=True, tag_field="type", tag="trace_query"):
+    """Frontend to leader: answer `Spans` with the same id: what the engine did lately."""
+
+    id: int
+
+
 class Ready(msgspec.Struct, frozen=True, tag_field="type", tag="ready"):
     """Leader to frontend, first frame: the instance is warm. `info` is what `/server_info` shows."""
 
@@ -133,8 +139,26 @@ class Flushed(msgspec.Struct, frozen=True, tag_field="type", tag="flushed"):
     locked_pages: int
 
 
-ToLeader = Generate | Abort | Query | Flush
-ToFrontend = Ready | Tokens | Failed | Stats | Flushed
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something that took time. `start` is in seconds since the epoch; `room` and `rid` say whose it was, if any's."""
+
+    name: str
+    start: float
+    seconds: float
+    rid: str
+    room: int | None
+    numbers: dict[str, float]
+
+
+class Spans(msgspec.Struct, frozen=True, tag_field="type", tag="spans"):
+    """Leader to frontend: the engine's latest spans, in the order in which they ended."""
+
+    id: int
+    spans: list[Span]
+
+
+ToLeader = Generate | Abort | Query | Flush | TraceQuery
+ToFrontend = Ready | Tokens | Failed | Stats | Flushed | Spans
 
 _encoder = msgspec.msgpack.Encoder()
 _to_leader = msgspec.msgpack.Decoder(ToLeader)

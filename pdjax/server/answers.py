@@ -241,3 +241,17 @@ class Detokenized(_Answer):
 
 
 ServerInfo = dict[str, Any]
+
+
+class TraceClock(msgspec.Struct):
+    """When the trace was made, in seconds since the epoch by the instance's clock."""
+
+    now: float
+
+
+class Trace(msgspec.Struct):
+    """``/trace``, in Chrome's format: complete events in microseconds since the epoch, and names of their tracks."""
+
+    traceEvents: list[dict[str, Any]]
+    displayTimeUnit: str
+    otherData: TraceClock

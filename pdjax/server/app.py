@@ -30,6 +30,7 @@ from pdjax.server.openapi import Operation, document
 from pdjax.server.parse import read
 from pdjax.server.sampling import SamplingFields
 from pdjax.server.service import Service
+from pdjax.server.trace import trace
 from pdjax.web import Exchange, ExchangeRoute, HttpError, encode_json, error_payload
 
 GENERATION_CHECK_SECONDS = 20.0
@@ -125,6 +126,7 @@ def _others() -> list[tuple[Operation, Handle]]:
         (Operation("GET", ("/model_info", "/get_model_info"), "what is served", answers.ModelInfo), _model_info),
         (Operation("GET", ("/get_load",), "load by scheduler", list[answers.Load]), _load),
         (Operation("GET", ("/metrics",), "Prometheus' text format"), _metrics),
+        (Operation("GET", ("/trace",), "what was done lately, as Chrome trace events", answers.Trace), _trace),
         (Operation("POST", ("/flush_cache",), "drop the prefix cache"), _flush_cache),
         (Operation("POST", ("/abort_request",), "stop a request", answers.Aborted, AbortRequest), _abort_request),
         (Operation("POST", ("/tokenize",), "text to ids", answers.Tokenized, TokenizeRequest), _tokenize),
@@ -245,6 +247,12 @@ async def _metrics(service: Service, _: Request) -> Response:
     except HttpError:
         stats = None  # shown as pdjax_up 0
     return Response(service.metrics.text(stats), headers={"content-type": CONTENT_TYPE_LATEST})
+
+
+async def _trace(service: Service, request: Request) -> Response:
+    """`?spans=0` leaves out all but the clock, for those who want to set theirs by it."""
+    spans = [] if request.query_params.get("spans") == "0" else await service.leader.spans()
+    return json_response(trace(spans, process=f"{service.leader.role} {service.model_name}"))
 
 
 async def _flush_cache(service: Service, _: Request) -> Response:

@@ -73,8 +73,9 @@ class Leader:
         self._queries = 0
         self._query: asyncio.Future[dict[str, float]] | None = None
         self._stats: tuple[float, dict[str, float]] | None = None
-        self._flushes = 0
-        self._flushing: dict[int, asyncio.Future[wire.Flushed]] = {}
+        self._asks = 0
+        # By id: flushes and traces, whose answers carry it.
+        self._asked: dict[int, asyncio.Future[Any]] = {}
 
     @classmethod
     async def connect(cls, path: Path) -> Leader:
@@ -126,9 +127,9 @@ class Leader:
         if self._query is not None and not self._query.done():
             self._query.set_exception(HttpError(503, reason))
             self._query.exception()  # seen here, in case nobody waits for it
-        for flushed in self._flushing.values():
-            if not flushed.done():
-                flushed.set_exception(HttpError(503, reason))
+        for answer in self._asked.values():
+            if not answer.done():
+                answer.set_exception(HttpError(503, reason))
         self._writer.close()
 
     def submit(self, requests: Sequence[wire.Generate]) -> Inbox:
@@ -198,18 +199,29 @@ class Leader:
         Raises:
             HttpError: 503, it is not ready, has ended, or does not answer within `STATS_SECONDS`.
         """
+        return await self._ask(wire.Flush)
+
+    async def spans(self) -> list[wire.Span]:
+        """What the engine did lately.
+
+        Raises:
+            HttpError: as `flush`.
+        """
+        return (await self._ask(wire.TraceQuery)).spans
+
+    async def _ask(self, kind: type[wire.Flush] | type[wire.TraceQuery]) -> Any:
         self.check()
-        self._flushes += 1
-        number = self._flushes
-        flushed = self._flushing[number] = asyncio.get_running_loop().create_future()
-        self._send(wire.Flush(number))
+        self._asks += 1
+        number = self._asks
+        answer = self._asked[number] = asyncio.get_running_loop().create_future()
+        self._send(kind(number))
         try:
             async with asyncio.timeout(STATS_SECONDS):
-                return await flushed
+                return await answer
         except TimeoutError as error:
             raise HttpError(503, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
         finally:
-            del self._flushing[number]
+            del self._asked[number]
 
     def _send(self, message: wire.ToLeader) -> None:
         if not self._writer.is_closing():
@@ -223,10 +235,10 @@ class Leader:
                 self._stats = (time.monotonic(), message.values)
                 if self._query is not None and message.id == self._queries and not self._query.done():
                     self._query.set_result(message.values)
-            case wire.Flushed():
-                flushed = self._flushing.get(message.id)
-                if flushed is not None and not flushed.done():
-                    flushed.set_result(message)
+            case wire.Flushed() | wire.Spans():
+                answer = self._asked.get(message.id)
+                if answer is not None and not answer.done():
+                    answer.set_result(message)
             case wire.Tokens():
                 inbox = self._inboxes.get(message.rid)
                 if inbox is not None:

@@ -30,7 +30,9 @@ def free_port() -> int:
 class Part:
     """One ``python -m pdjax.launch ...`` with its HTTP port and its log."""
 
-    def __init__(self, folder: Path, name: str, arguments: list[str], port: int) -> None:
+    def __init__(
+        self, folder: Path, name: str, arguments: list[str], port: int, env: dict[str, str] | None = None
+    ) -> None:
         self.name = name
         self.port = port
         self.arguments = arguments
@@ -40,6 +42,7 @@ class Part:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "pdjax.launch", *arguments],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                env=dict(os.environ) | (env or {}),
             )  # fmt: skip
 
     def wait_ready(self, seconds: float = START_SECONDS) -> Part:
@@ -47,11 +50,15 @@ class Part:
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise AssertionError(f"{self.name} ended with {self._process.returncode}:\n{self.tail()}")
-            with contextlib.suppress(OSError):
-                if get(f"{self.url}/health", timeout=5)[0] == 200:
-                    return self
+            if self.healthy():
+                return self
             time.sleep(0.1)
         raise AssertionError(f"{self.name} was not ready within {seconds} s:\n{self.tail()}")
+
+    def healthy(self) -> bool:
+        with contextlib.suppress(OSError):
+            return get(f"{self.url}/health", timeout=10)[0] == 200
+        return False
 
     def tail(self) -> str:
         return self.log.read_text(errors="replace")[-3000:]
@@ -105,11 +112,15 @@ class Deployment:
         return [self.prefill, self.decode, self.router]
 
 
-def instance(folder: Path, role: str, **options: Any) -> Part:
+def instance(
+    folder: Path, role: str, *, config: Path = CONFIG, env: dict[str, str] | None = None, **options: Any
+) -> Part:
     """Start an instance; options are gin bindings with ``__`` for the dot."""
     port = options.pop("Server__port", None) or free_port()
     bindings = {f"--gin.{name.replace('__', '.')}={value}" for name, value in options.items()}
-    return Part(folder, role, [role, "--config", str(CONFIG), f"--gin.Server.port={port}", *sorted(bindings)], port)
+    return Part(
+        folder, role, [role, "--config", str(config), f"--gin.Server.port={port}", *sorted(bindings)], port, env
+    )
 
 
 def router(folder: Path, prefill: list[Part], decode: list[Part]) -> Part:

@@ -107,7 +107,7 @@ def test_the_prefill_instance_is_killed_while_prompts_wait_for_it(mortal: Deploy
     assert any(client.problem is not None or client.error for client in waiting), "the kill came too late to matter"
 
     # A request that has its pages does not need the prefill instance any more.
-    established.join(60)
+    established.join(200)
     assert established.problem is None and not established.error
     assert len(established.events[-1]["output_ids"]) == 400
     metrics = at_rest(mortal.decode)

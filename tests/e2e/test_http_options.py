@@ -58,11 +58,22 @@ def test_a_forced_call_is_one_unified_and_apart(unified: Part, pair: Deployment)
         assert json.loads(arguments)["loud"] in (True, False)
 
 
-def test_what_a_pair_can_not_tell_it_refuses_in_words(pair: Deployment) -> None:
-    body = {"input_ids": IDS, "return_logprob": True, "logprob_start_len": 0}
-    status, answer = post(f"{pair.router.url}/generate", body)
-    assert status == 400
-    assert "ask a unified instance" in answer["error"]["message"]
+def test_a_pair_tells_the_log_probabilities_of_the_prompt_as_one_instance_does(pair: Deployment, unified: Part) -> None:
+    params = {"temperature": 0, "max_new_tokens": 2}
+    body = {"input_ids": IDS * 40, "sampling_params": params, "return_logprob": True, "logprob_start_len": 0}
+    told = []
+    for url in (pair.router.url, unified.url):
+        status, answer = post(f"{url}/generate", body | {"top_logprobs_num": 2})
+        assert status == 200, answer
+        told.append(answer["meta_info"])
+    apart, alone = told
+    assert [token for _, token, _ in apart["input_token_logprobs"]] == IDS * 40
+    assert apart["input_token_logprobs"][0][0] is None
+    logprobs = [[entry[0] for entry in each["input_token_logprobs"][1:]] for each in told]
+    assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-3)
+    assert [len(best or []) for best in apart["input_top_logprobs"]] == [
+        len(best or []) for best in alone["input_top_logprobs"]
+    ]
 
 
 def test_all_instances_are_reached_through_the_router(pair: Deployment) -> None:

@@ -60,6 +60,7 @@ class ScriptedLeader:
         self.on_generate: Callable[[wire.Generate], None] = lambda request: None
         self.answers_queries = True
         self.stats = {"running_requests": 2.0, "steps_total": 7.0, "pages": 10.0, "free_pages": 4.0}
+        self.spans: list[wire.Span] = []
         self._changed = threading.Condition()
         self._socket: socket.socket | None = None
         self._listener = socket.socket(socket.AF_UNIX)
@@ -126,6 +127,8 @@ class ScriptedLeader:
             self.send(wire.Stats(message.id, self.stats))
         if isinstance(message, wire.Flush):
             self.send(wire.Flushed(message.id, freed_pages=3, locked_pages=1))
+        if isinstance(message, wire.TraceQuery):
+            self.send(wire.Spans(message.id, self.spans))
         if isinstance(message, wire.Generate):
             self.on_generate(message)
 
