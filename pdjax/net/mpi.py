@@ -150,8 +150,12 @@ def shutdown(code: int, *, timeout: float = 5.0) -> None:
     bound = threading.Timer(timeout, os._exit, (code,))
     bound.daemon = True
     bound.start()
+    alone = _loaded is None or _loaded.Is_finalized() or _loaded.COMM_WORLD.Get_size() == 1
     # After a failure the others of this job may be dead or stuck, and MPI would wait for them; its process manager
     # ends them when this process ends without having finalized.
-    if _loaded is not None and not _loaded.Is_finalized() and (code == 0 or _loaded.COMM_WORLD.Get_size() == 1):
+    if _loaded is not None and not _loaded.Is_finalized() and (code == 0 or alone):
         _loaded.Finalize()
+        if not alone:
+            # MPICH takes its leave of the process manager in C's exit handlers; without it, the others are killed.
+            ctypes.CDLL(None).exit(code)
     os._exit(code)

@@ -12,8 +12,9 @@ from pdjax.engine import orders
 from pdjax.engine.host_pages import BLOCK_PAGES, HostPages
 from pdjax.engine.lockstep import Follower, Lead, OutOfStep
 from pdjax.engine.orders import DropPages, Halt, OtherTokens, Report, RestorePages, SavePages
-from pdjax.engine.plan import DecodeStep, PrefillStep
+from pdjax.engine.plan import DecodeStep, History, PrefillStep
 from pdjax.engine.runner import Runner
+from pdjax.wire import SamplingParams
 
 TIGHT = 25
 
@@ -63,6 +64,8 @@ class Pair:
             for start in range(0, TIGHT, BLOCK_PAGES):
                 ids = np.arange(start, start + BLOCK_PAGES, dtype=np.int32)
                 runner.pool = self.host._scatter(runner.pool, ids, nothing)
+            for slot in range(tiny.rows):
+                runner._write_slot_row(slot, History([0], []), SamplingParams())
 
     def __enter__(self) -> Pair:
         self.leader.journal = self.lead
