@@ -1,6 +1,6 @@
 """What an instance did lately, as spans in a bounded ring: cheap enough to be always on.
 
-A span costs one tuple and one append, about half a microsecond; names and numbers are made into words only when
+A span costs one tuple and one append, a microsecond or two; names and numbers are made into words only when
 somebody asks. Times are kept by `time.monotonic` and told as seconds since the epoch.
 """
 
