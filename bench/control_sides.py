@@ -127,7 +127,7 @@ class ZmqPrefill:
     """Takes metadata on a PULL socket, answers with a status through PUSH sockets that it keeps."""
 
     def __init__(self) -> None:
-        import zmq
+        import zmq  # pyright: ignore[reportMissingImports]
 
         self._zmq = zmq
         self._context = zmq.Context()
@@ -159,7 +159,7 @@ class ZmqDecode:
 
     def __init__(self, port: int, http_port: int) -> None:
         import requests
-        import zmq
+        import zmq  # pyright: ignore[reportMissingImports]
 
         self._zmq, self._requests = zmq, requests
         self._context = zmq.Context()
