@@ -67,8 +67,9 @@ def test_best_tokens_of_the_first_position_come_with_the_handoff(unified: Part, 
         assert all(len(place) == 5 for place in meta["output_top_logprobs"])
 
 
-def test_prompt_logprobs_are_those_of_the_prompt(url: str) -> None:
+def test_prompt_logprobs_are_those_of_the_prompt_unified_and_apart(unified: Part, pair: Deployment) -> None:
     more: dict[str, Any] = {"return_logprob": True, "logprob_start_len": 0}
-    told = ask(url, {"temperature": 0}, **more)["meta_info"]["input_token_logprobs"]
-    assert [token for _, token, _ in told] == RECORD["input_ids"]
-    assert told[0][0] is None and all(logprob < 0 for logprob, _, _ in told[1:])
+    for url in (unified.url, pair.router.url):
+        told = ask(url, {"temperature": 0}, **more)["meta_info"]["input_token_logprobs"]
+        assert [token for _, token, _ in told] == RECORD["input_ids"]
+        assert told[0][0] is None and all(logprob < 0 for logprob, _, _ in told[1:])
