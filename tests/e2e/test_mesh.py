@@ -128,7 +128,7 @@ def test_a_process_that_is_killed_takes_its_instance_with_it(tmp_path: Path, mod
     killed = time.monotonic()
     assert part._process.wait(20) != 0
     gone(everything, 10)
-    assert time.monotonic() - killed < 3.0
+    assert time.monotonic() - killed < 8.0
     if victim == 1:
         assert f"rank 1 (process {process.pid} on " in part.tail()
 
