@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from pdjax.disagg.protocol import actions, decode_room, messages
 from pdjax.disagg.protocol.asks import DECODE_COUNTERS, DecodeAsk
 from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.hosts import DecodeHost
+from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.pulse import Pulse
 from pdjax.disagg.protocol.quarantine import Quarantine
 from pdjax.disagg.protocol.states import RoomState
 from pdjax.disagg.protocol.timers import Timers, earliest
@@ -38,19 +38,14 @@ class _Link:
     rooms: dict[int, DecodeRoom] = field(default_factory=dict)
 
 
-class DecodeInstance:
-    """Call what has happened, and it calls its host. `now` is in seconds of one clock that never goes back.
-
-    `steps` is for whoever runs it to count: heartbeats carry it.
-    """
+class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
+    """Call what has happened, and it calls its host. `now` is in seconds of one clock that never goes back."""
 
     def __init__(self, host: DecodeHost, *, registration: messages.Registration, timeouts: Timeouts) -> None:
-        self._host = host
+        super().__init__(host, timeouts=timeouts, counters=DECODE_COUNTERS)
         self._registration = registration
-        self._timeouts = timeouts
         self._early = registration.allocation == messages.EARLY
         self._page_bytes = registration.state.page_bytes
-        self._rooms: dict[int, DecodeRoom] = {}  # that have not ended
         self._ending: dict[int, DecodeRoom] = {}  # ended, with slots that may still be written to, by generation
         self._jobs: dict[int, _Job] = {}  # by room
         self._room_of: dict[str, int] = {}
@@ -58,12 +53,9 @@ class DecodeInstance:
         self._timers: Timers[DecodeRoom] = Timers()
         self._links: dict[str, _Link] = {}
         self._quarantine = Quarantine()
-        self._pulse = Pulse(timeouts.heartbeat, timeouts.peer)
         self._slot_queue: deque[tuple[DecodeRoom, int]] = deque()
         self._drains: dict[int, DecodeRoom] = {}
         self._drained = 0
-        self.steps = 0
-        self.counters: Counter[str] = Counter(dict.fromkeys(DECODE_COUNTERS, 0))
 
     def submit(self, ask: DecodeAsk, now: float) -> None:
         """A request has come."""
@@ -145,22 +137,10 @@ class DecodeInstance:
         entry = self._links.get(link)
         if entry is None:
             return
-        self._pulse.heard(link, now)
-        try:
-            message = messages.decode_message(body)
-        except messages.ProtocolError as error:
-            self.counters["refused_frames"] += 1
-            self._host.say(f"a frame was dropped: {error}")
-            self._host.send(link, messages.encode(messages.Refused(str(error))))
-            return
-        if isinstance(message, messages.Heartbeat):
-            self._pulse.heard(link, now, message.steps)
-            if message.rooms and not entry.rooms:
-                self._host.send(link, messages.encode(messages.Heartbeat(self.steps, 0)))
-        elif isinstance(message, messages.Refused):
-            self.counters["frames_refused_by_peers"] += 1
+        message = self._hear(link, body, entry.rooms, now)
+        if isinstance(message, messages.Refused):
             self._host.say(f"the prefill instance at {link} dropped a frame: {message.reason}")
-        else:
+        elif message is not None:
             self._received(link, message, now)
 
     def landed(self, payload: bytes, now: float) -> None:
@@ -193,8 +173,7 @@ class DecodeInstance:
     def stats(self) -> dict[str, float]:
         """Gauges by name, and totals."""
         live = list(self._rooms.values())
-        totals: dict[str, float] = {f"{name}_total": float(value) for name, value in self.counters.items()}
-        return totals | {
+        return self._totals() | {
             "rooms": len(live) + len(self._ending),
             "waiting_requests": len(self._turns),
             "bootstrap_requests": sum(room.state is RoomState.BOOTSTRAPPING for room in live),
@@ -350,11 +329,6 @@ class DecodeInstance:
             case _:
                 raise TypeError(f"a decode room does not {type(action).__name__}")
 
-    def _leave(self, room: DecodeRoom) -> None:
-        """A room has ended: its number is free."""
-        if self._rooms.get(room.room) is room:
-            del self._rooms[room.room]
-
     def _close(self, room: DecodeRoom) -> None:
         if room.generation is None:
             return
@@ -386,14 +360,11 @@ class DecodeInstance:
                 link.awaiting.pop(number, None)
         return job
 
-    def _beat(self, now: float) -> None:
-        speak, silent = self._pulse.beat(now, lambda link: len(self._links[link].rooms))
-        for link in speak:
-            heartbeat = messages.Heartbeat(self.steps, len(self._links[link].rooms))
-            self._host.send(link, messages.encode(heartbeat))
-        for link, sentence in silent:
-            self.counters["hung_peers"] += 1
-            reason = f"the link to the prefill instance at {link} is given up: {sentence}"
-            self._host.say(reason)
-            self._host.close(link)
-            self._drop_link(link, 502, reason, now, gone=False)
+    def _rooms_on(self, link: str) -> dict[int, DecodeRoom]:
+        return self._links[link].rooms
+
+    def _give_up(self, link: str, sentence: str, now: float) -> None:
+        reason = f"the link to the prefill instance at {link} is given up: {sentence}"
+        self._host.say(reason)
+        self._host.close(link)
+        self._drop_link(link, 502, reason, now, gone=False)

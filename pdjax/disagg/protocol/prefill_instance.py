@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
@@ -10,8 +10,8 @@ import msgspec
 from pdjax.disagg.protocol import actions, messages, prefill_room
 from pdjax.disagg.protocol.asks import PREFILL_COUNTERS, PrefillAsk
 from pdjax.disagg.protocol.hosts import PrefillHost
+from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.prefill_room import PrefillRoom, Timeouts
-from pdjax.disagg.protocol.pulse import Pulse
 from pdjax.disagg.protocol.states import RoomState
 from pdjax.disagg.protocol.timers import Timers, earliest
 from pdjax.disagg.protocol.turns import Turns
@@ -44,19 +44,14 @@ class _Peer:
     rooms: dict[int, PrefillRoom] = field(default_factory=dict)
 
 
-class PrefillInstance:
-    """Call what has happened, and it calls its host. `now` is in seconds of one clock that never goes back.
-
-    `steps` is for whoever runs it to count: heartbeats carry it.
-    """
+class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
+    """Call what has happened, and it calls its host. `now` is in seconds of one clock that never goes back."""
 
     def __init__(self, host: PrefillHost, *, registration: messages.Registration, timeouts: Timeouts) -> None:
-        self._host = host
+        super().__init__(host, timeouts=timeouts, counters=PREFILL_COUNTERS)
         self._registration = registration
-        self._timeouts = timeouts
         # Under `prefill_complete` the decode side looks for pages only once the prompt is computed.
         self._hold = timeouts.alloc if registration.allocation == messages.PREFILL_COMPLETE else 0.0
-        self._rooms: dict[int, PrefillRoom] = {}  # that have not ended
         self._ending: dict[int, PrefillRoom] = {}  # ended, with writes on their way, by generation
         self._jobs: dict[int, _Job] = {}  # by room
         self._room_of: dict[str, int] = {}
@@ -64,12 +59,9 @@ class PrefillInstance:
         self._computing: dict[str, int] = {}  # priorities of the prompts that have their pages
         self._timers: Timers[PrefillRoom] = Timers()
         self._peers: dict[str, _Peer] = {}
-        self._pulse = Pulse(timeouts.heartbeat, timeouts.peer)
         self._pending: deque[tuple[PrefillRoom, actions.Transfer]] = deque()
         self._flights: dict[int, _Flight] = {}
         self._writes = 0
-        self.steps = 0
-        self.counters: Counter[str] = Counter(dict.fromkeys(PREFILL_COUNTERS, 0))
 
     def submit(self, ask: PrefillAsk, now: float) -> None:
         """A request has come."""
@@ -175,24 +167,12 @@ class PrefillInstance:
         peer = self._peers.get(link)
         if peer is None:
             return
-        self._pulse.heard(link, now)
-        try:
-            message = messages.decode_message(body)
-        except messages.ProtocolError as error:
-            self.counters["refused_frames"] += 1
-            self._host.say(f"a frame was dropped: {error}")
-            self._host.send(link, messages.encode(messages.Refused(str(error))))
-            return
-        if isinstance(message, messages.Heartbeat):
-            self._pulse.heard(link, now, message.steps)
-            if message.rooms and not peer.rooms:
-                self._host.send(link, messages.encode(messages.Heartbeat(self.steps, 0)))
-        elif isinstance(message, messages.Refused):
-            self.counters["frames_refused_by_peers"] += 1
+        message = self._hear(link, body, peer.rooms, now)
+        if isinstance(message, messages.Refused):
             self._host.say(f"a decode instance dropped a frame: {message.reason}")
         elif isinstance(message, messages.Claim):
             self._claimed(link, peer, message, now)
-        else:
+        elif message is not None:
             self._received(link, message, now)
 
     def write_ended(self, id: int, error: str | None, now: float) -> None:
@@ -205,8 +185,7 @@ class PrefillInstance:
     def stats(self) -> dict[str, float]:
         """Gauges by name, and totals."""
         live = list(self._rooms.values())
-        totals: dict[str, float] = {f"{name}_total": float(value) for name, value in self.counters.items()}
-        return totals | {
+        return self._totals() | {
             "rooms": len(live) + len(self._ending),
             "waiting_requests": len(self._turns),
             "bootstrap_requests": sum(room.state is RoomState.BOOTSTRAPPING for room in live),
@@ -316,11 +295,6 @@ class PrefillInstance:
             case _:
                 raise TypeError(f"a prefill room does not {type(action).__name__}")
 
-    def _leave(self, room: PrefillRoom) -> None:
-        """A room has ended: its number is free."""
-        if self._rooms.get(room.room) is room:
-            del self._rooms[room.room]
-
     def _close(self, room: PrefillRoom) -> None:
         self._leave(room)
         if room.generation is not None:
@@ -376,14 +350,11 @@ class PrefillInstance:
         for room in list(peer.rooms.values()) if peer is not None else ():
             self._feed(room, prefill_room.LinkLost(reason), now)
 
-    def _beat(self, now: float) -> None:
-        speak, silent = self._pulse.beat(now, lambda link: len(self._peers[link].rooms))
-        for link in speak:
-            heartbeat = messages.Heartbeat(self.steps, len(self._peers[link].rooms))
-            self._host.send(link, messages.encode(heartbeat))
-        for link, sentence in silent:
-            self.counters["hung_peers"] += 1
-            reason = f"the link to the decode instance is given up: {sentence}"
-            self._host.say(reason)
-            self._host.close(link)
-            self._drop_link(link, reason, now)
+    def _rooms_on(self, link: str) -> dict[int, PrefillRoom]:
+        return self._peers[link].rooms
+
+    def _give_up(self, link: str, sentence: str, now: float) -> None:
+        reason = f"the link to the decode instance is given up: {sentence}"
+        self._host.say(reason)
+        self._host.close(link)
+        self._drop_link(link, reason, now)
