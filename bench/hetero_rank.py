@@ -120,7 +120,7 @@ class Source(Rank):
             strides = self.token_bytes, theirs.heads.count * head_bytes
             nbytes = piece.heads.count * head_bytes
             for layer in range(SPEC.layers):
-                self.backend._call(partial(self._put_layer, peer, layer, here, there, nbytes, strides))
+                self.backend._commands.call(partial(self._put_layer, peer, layer, here, there, nbytes, strides))
             self.backend.write(self._note(route, "tokens", peer))
         self._wait(sum(piece.source == self.rank for piece in route.plan().pieces))
 

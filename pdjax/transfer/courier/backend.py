@@ -9,13 +9,11 @@ import socket
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from ctypes import addressof, c_char
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pdjax.transfer.backend import (
     Drained,
@@ -28,19 +26,17 @@ from pdjax.transfer.backend import (
     WriteFailed,
 )
 from pdjax.transfer.checks import check_region, problem_with
+from pdjax.transfer.commands import SET_UP_BOUND, Commands
 from pdjax.transfer.courier import channel
 from pdjax.transfer.courier.channel import BEGUN, NOTICE, Described, Incoming, Open, Outgoing
 from pdjax.transfer.courier.mover import Mover
 
-_SET_UP_BOUND = 60.0  # seconds
 _CLOSE_BOUND = 4.0
 _MAX_OPEN = 8  # writes to a peer that are under way at a time
 _EAGER_ROUNDS = 200  # rounds without an event in which the thread asks again at once, while bytes move
 _PAUSES = ((2000, 50e-6), (20000, 500e-6))  # then it sleeps so long, up to so many rounds; then:
 _LONG_PAUSE = 5e-3
 _DRAIN_PAUSE = 0.025
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -69,8 +65,7 @@ class CourierBackend:
         self._peers: dict[str, Outgoing] = {}
         self._incoming: dict[socket.socket, Incoming] = {}
         self._drains: list[_Drain] = []
-        self._commands: deque[Callable[[], None]] = deque()
-        self._dead: str | None = None  # why the thread does not run any more
+        self._commands = Commands("courier")
         self._closing = False
         self._quiet = 0  # rounds without an event
         self._token = channel.new_token()
@@ -79,38 +74,37 @@ class CourierBackend:
         except OSError as error:
             raise TransferError(f"no notices can be taken at {host}: {error}") from error
         self._listener.setblocking(False)
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._wake_fd, selectors.EVENT_READ)
+        self._selector.register(self._commands.wake_fd, selectors.EVENT_READ)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._mover: Mover  # made by the thread
         started: Future[Mover] = Future()
         self._thread = threading.Thread(target=self._run, args=(make_mover, started), name="pdjax-courier", daemon=True)
         self._thread.start()
         try:
-            self._mover = started.result(_SET_UP_BOUND)
+            self._mover = started.result(SET_UP_BOUND)
         except FutureTimeout as error:
-            raise TransferError(f"the backend has not started within {_SET_UP_BOUND:.0f} s") from error
-        self.name = self._mover.name
+            raise TransferError(f"the backend has not started within {SET_UP_BOUND:.0f} s") from error
+        self.name = self._commands.owner = self._mover.name
         self.summary = f"{self._mover.path()}, notices over tcp at {host}; host memory"
 
     def register(self, region: int, address: int, nbytes: int) -> None:
         """Make memory a source of writes. Raises `TransferError`."""
-        self._call(lambda: self._register(region, address, nbytes))
+        self._commands.call(lambda: self._register(region, address, nbytes))
 
     def allocate(self, region: int, nbytes: int) -> int:
         """Allocate zeroed memory that peers may write into. Returns its address. Raises `TransferError`."""
         check_region(region, nbytes, region in self._regions)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE)
         address = addressof(c_char.from_buffer(memory))
-        self._call(lambda: self._register(region, address, nbytes))
+        self._commands.call(lambda: self._register(region, address, nbytes))
         self._memory[region] = memory
         return address
 
     def describe(self) -> bytes:
         """What a peer needs to `connect`. Raises `TransferError`."""
         regions = {region: self._regions[region] for region in self._memory}
-        mover, port = self._call(self._mover.describe), self._listener.getsockname()[1]
+        mover, port = self._commands.call(self._mover.describe), self._listener.getsockname()[1]
         return channel.encode(Described(channel.VERSION, self.name, self._host, port, self._token, regions, mover))
 
     def connect(self, peer: str, description: bytes) -> None:
@@ -118,22 +112,22 @@ class CourierBackend:
         described = channel.decode(description, self.name)
         connection = channel.call_on(described)
         try:
-            self._call(lambda: self._welcome(Outgoing(peer, connection, described.regions), described.mover))
+            self._commands.call(lambda: self._welcome(Outgoing(peer, connection, described.regions), described.mover))
         except TransferError:
             connection.close()
             raise
 
     def disconnect(self, peer: str) -> None:
         """Close the path; its open writes fail. An unknown peer is ignored."""
-        self._post(lambda: self._end(peer, "the peer was disconnected"))
+        self._commands.post(lambda: self._end(peer, "the peer was disconnected"))
 
     def write(self, write: Write) -> None:
         """Start a write; its end is an event."""
-        self._post(lambda: self._start(write))
+        self._commands.post(lambda: self._start(write))
 
     def drain(self, id: int) -> None:
         """Report `Drained` once nothing of peers that are gone can land any more."""
-        self._post(lambda: self._start_drain(id))
+        self._commands.post(lambda: self._start_drain(id))
 
     def path(self, peer: str) -> str:
         """In words."""
@@ -142,31 +136,8 @@ class CourierBackend:
     def close(self) -> None:
         """Fail what is open, close everything. What was allocated stays until the backend is gone. Idempotent."""
         self._closing = True
-        self._post(lambda: None)
+        self._commands.post(lambda: None)
         self._thread.join(_CLOSE_BOUND)
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        os.eventfd_write(self._wake_fd, 1)
-        if self._dead is not None:
-            self._run_commands()  # the thread does not: they find `_dead` and say so
-
-    def _call(self, work: Callable[[], T]) -> T:
-        future: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                if self._dead is not None:
-                    raise TransferError(self._dead)
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it is raised to the caller
-                future.set_exception(error)
-
-        self._post(command)
-        try:
-            return future.result(_SET_UP_BOUND)
-        except FutureTimeout as error:
-            raise TransferError(f"the {self.name} thread has not answered for {_SET_UP_BOUND:.0f} s") from error
 
     # Everything below runs on the thread
 
@@ -185,8 +156,7 @@ class CourierBackend:
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for a write for ever
             traceback.print_exc()
             reason = f"the {self._mover.name} thread has failed: {error!r}"
-        self._dead = reason
-        self._run_commands()
+        self._commands.rest(reason)
         for name in list(self._peers):
             self._end(name, reason)
         for connection in self._incoming:
@@ -197,7 +167,7 @@ class CourierBackend:
 
     def _turn(self) -> None:
         """One round over everything, and a pause if nothing happened."""
-        happened = self._run_commands()
+        happened = self._commands.run()
         now = time.monotonic()
         for peer in list(self._peers.values()):
             if peer.open or peer.waiting:
@@ -210,8 +180,8 @@ class CourierBackend:
         self._quiet = 0 if happened else self._quiet + 1
         for key, mask in self._selector.select(0.0 if happened else self._pause(now)):
             self._quiet = 0
-            if key.fileobj == self._wake_fd:
-                os.eventfd_read(self._wake_fd)
+            if key.fileobj == self._commands.wake_fd:
+                os.eventfd_read(self._commands.wake_fd)
             elif key.fileobj is self._listener:
                 self._accept()
             elif isinstance(key.data, str):
@@ -231,13 +201,6 @@ class CourierBackend:
         deadlines = [write.deadline for peer in self._peers.values() for write in peer.writes]
         return max(min(deadlines) - now, 0.001) if deadlines else None
 
-    def _run_commands(self) -> bool:
-        ran = False
-        while self._commands:
-            self._commands.popleft()()
-            ran = True
-        return ran
-
     def _register(self, region: int, address: int, nbytes: int) -> None:
         check_region(region, nbytes, region in self._regions)
         self._mover.register(address, nbytes)
@@ -251,15 +214,15 @@ class CourierBackend:
         self._selector.register(peer.connection, selectors.EVENT_READ, peer.name)
 
     def _start_drain(self, id: int) -> None:
-        if self._dead is not None:
+        if self._commands.dead is not None:
             self._on_event(Drained(id))  # nothing lands any more
         else:
             self._drains.append(_Drain(id, time.monotonic() + self._mover.dry_s))
 
     def _start(self, write: Write) -> None:
         peer = self._peers.get(write.peer)
-        if self._dead is not None:
-            problem = self._dead
+        if self._commands.dead is not None:
+            problem = self._commands.dead
         elif peer is None:
             problem = f"no peer named {write.peer!r} is connected"
         else:

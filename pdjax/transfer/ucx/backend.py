@@ -9,29 +9,24 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
-from typing import TypeVar
 
 from pdjax.transfer.backend import BackendOptions, Drained, EventSink, Notice, TransferError, Write, WriteFailed
 from pdjax.transfer.checks import check_region
+from pdjax.transfer.commands import SET_UP_BOUND, Commands
 from pdjax.transfer.ucx import binding, description
 from pdjax.transfer.ucx.description import Description, Region
 from pdjax.transfer.ucx.devices import choose, has_gpu, networks, seen, transports
 from pdjax.transfer.ucx.paths import Paths
 from pdjax.transfer.ucx.worker import Memory, UcxWorker, library_path
 
-_SET_UP_BOUND = 60.0  # seconds; touching many gigabytes of new memory takes a while
 _CLOSE_BOUND = 3.0
 _OPEN_PAUSE = 0.05  # seconds; the longest sleep while anything is under way
 _REST_PAUSE = 5.0  # seconds; at rest nothing should be missed, and if it were, this is what it would cost
 _DRY_LOOKS, _DRY_PAUSE = 4, 0.025  # how often, and seconds apart, nothing may be left to receive
 
 _DEFAULTS = BackendOptions()
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -71,13 +66,11 @@ class UcxBackend:
     ) -> None:
         self._on_event = on_event
         self._ucp = binding.load(library_path(library))
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._commands = Commands("UCX")
         self._memory: dict[int, Memory] = {}  # by region
         self._allocated: set[int] = set()
         self._drains: list[_Drain] = []
         self._errors: deque[tuple[int, str]] = deque()  # endpoints that UCX has given up, and why
-        self._dead: str | None = None  # why the thread does not run any more
         self._closing = False
         self._worker: UcxWorker  # both are made by the thread
         self._paths: Paths
@@ -89,35 +82,35 @@ class UcxBackend:
         arguments = (kinds, devices, options.mapped, started)
         self._thread = threading.Thread(target=self._run, args=arguments, name="pdjax-ucx", daemon=True)
         self._thread.start()
-        started.result(_SET_UP_BOUND)
+        started.result(SET_UP_BOUND)
 
     def register(self, region: int, address: int, nbytes: int) -> None:
         """Make memory a source of writes. Raises `TransferError`."""
-        self._call(lambda: self._register(region, address, nbytes))
+        self._commands.call(lambda: self._register(region, address, nbytes))
 
     def allocate(self, region: int, nbytes: int) -> int:
         """Allocate zeroed memory that peers may write into. Returns its address. Raises `TransferError`."""
-        return self._call(lambda: self._allocate(region, nbytes))
+        return self._commands.call(lambda: self._allocate(region, nbytes))
 
     def describe(self) -> bytes:
         """What a peer needs to `connect`, for the registration record. Raises `TransferError`."""
-        return self._call(self._describe)
+        return self._commands.call(self._describe)
 
     def connect(self, peer: str, description: bytes) -> None:
         """Open the path to a described peer. Raises `TransferError`."""
-        self._call(lambda: self._paths.connect(peer, description))
+        self._commands.call(lambda: self._paths.connect(peer, description))
 
     def disconnect(self, peer: str) -> None:
         """Close the path; its open writes fail. An unknown peer is ignored."""
-        self._post(lambda: self._paths.disconnect(peer))
+        self._commands.post(lambda: self._paths.disconnect(peer))
 
     def write(self, write: Write) -> None:
         """Start a write; its end is an event."""
-        self._post(lambda: self._start(write))
+        self._commands.post(lambda: self._start(write))
 
     def drain(self, id: int) -> None:
         """Report `Drained` once nothing is left to receive from peers that are gone."""
-        self._post(lambda: self._start_drain(id))
+        self._commands.post(lambda: self._start_drain(id))
 
     def path(self, peer: str) -> str:
         """``mapped`` or UCX's transports, in words."""
@@ -126,31 +119,8 @@ class UcxBackend:
     def close(self) -> None:
         """Fail what is open, release everything, end the thread. Idempotent."""
         self._closing = True
-        self._post(lambda: None)
+        self._commands.post(lambda: None)
         self._thread.join(_CLOSE_BOUND + 1)
-
-    def _post(self, command: Callable[[], None]) -> None:
-        self._commands.append(command)
-        os.eventfd_write(self._wake_fd, 1)
-        if self._dead is not None:
-            self._run_commands()  # the thread does not: they find `_dead` and say so
-
-    def _call(self, work: Callable[[], T]) -> T:
-        future: Future[T] = Future()
-
-        def command() -> None:
-            try:
-                if self._dead is not None:
-                    raise TransferError(self._dead)
-                future.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it is raised to the caller
-                future.set_exception(error)
-
-        self._post(command)
-        try:
-            return future.result(_SET_UP_BOUND)
-        except FutureTimeout as error:
-            raise TransferError(f"the UCX thread has not answered for {_SET_UP_BOUND:.0f} s") from error
 
     # Everything below runs on the thread
 
@@ -174,26 +144,25 @@ class UcxBackend:
         except Exception as error:  # noqa: BLE001 - whatever it is, nobody may wait for a write for ever
             traceback.print_exc()
             reason = f"the UCX thread has failed: {error!r}"
-        self._dead = reason
-        self._run_commands()
+        self._commands.rest(reason)
         self._paths.close()
         self._release()
 
     def _loop(self) -> None:
         poller = select.poll()
         poller.register(self._worker.fd, select.POLLIN)
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._commands.wake_fd, select.POLLIN)
         while not self._closing:
             if self._turn() or not self._worker.arm():
                 continue
             for fd, _ in poller.poll(1000 * self._pause()):
-                if fd == self._wake_fd:
-                    os.eventfd_read(self._wake_fd)
+                if fd == self._commands.wake_fd:
+                    os.eventfd_read(self._commands.wake_fd)
 
     def _turn(self) -> bool:
         """One round over everything. Returns whether anything moved."""
         received = self._worker.progress()
-        moved = self._run_commands() or received
+        moved = self._commands.run() or received
         while self._errors:
             self._paths.failed(*self._errors.popleft())
             moved = True
@@ -202,16 +171,6 @@ class UcxBackend:
         if self._drains and not received:
             self._look_for_rest(now)
         return moved
-
-    def _run_commands(self) -> bool:
-        ran = False
-        while True:
-            try:
-                command = self._commands.popleft()
-            except IndexError:
-                return ran
-            command()
-            ran = True
 
     def _pause(self) -> float:
         """Seconds to sleep at most."""
@@ -252,13 +211,13 @@ class UcxBackend:
         return description.encode(whole)
 
     def _start(self, write: Write) -> None:
-        if self._dead is not None:
-            self._on_event(WriteFailed(write.id, self._dead))
+        if self._commands.dead is not None:
+            self._on_event(WriteFailed(write.id, self._commands.dead))
         else:
             self._paths.start(write)
 
     def _start_drain(self, id: int) -> None:
-        if self._dead is not None:
+        if self._commands.dead is not None:
             self._on_event(Drained(id))  # nothing lands any more
         else:
             self._drains.append(_Drain(id))
