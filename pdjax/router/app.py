@@ -20,13 +20,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from pdjax.router.dispatch import Dispatcher
+from pdjax.router.dispatch import CONNECT_SECONDS, RECOMPUTES, Dispatcher
 from pdjax.router.fan_out import Reply, aborted_of, ask_all, tokens_of
 from pdjax.router.fleet import Fleet, FleetError, Instance, parse_instance
 from pdjax.web import ExchangeRoute, HttpError, bind, decode_object, encode_json, error_payload, say
 from pdjax.web import serve as serve_app
 
-CONNECT_SECONDS = 2.0
 POOL_SECONDS = 30.0  # instances keep idle connections for longer, so that none closes under a request
 GENERATION_CHECK_SECONDS = 20.0
 _ONE_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
@@ -182,6 +181,9 @@ class _FleetMetrics(Collector):
         yield CounterMetricFamily(
             "pdjax_router_retries", "requests sent to another pair", value=self._dispatcher.retries
         )  # fmt: skip
+        yield CounterMetricFamily(
+            "pdjax_recomputed_rooms", "rooms that took the place of lost ones", value=self._dispatcher.recomputed_rooms
+        )
 
 
 def serve(
@@ -192,6 +194,7 @@ def serve(
     port: int = 8000,
     request_timeout: float = 1800.0,
     idle_timeout: float = 300.0,
+    recomputes: int = RECOMPUTES,
 ) -> int:
     """Route until SIGTERM or SIGINT.
 
@@ -200,6 +203,7 @@ def serve(
         decode_urls: ``URL`` each.
         request_timeout: seconds for a whole request.
         idle_timeout: seconds between two pieces of a stream.
+        recomputes: how often a request that was lost is computed anew before its client is told.
 
     Returns:
         The exit code: 0, or 2 if it could not start.
@@ -207,7 +211,7 @@ def serve(
     try:
         prefill = [parse_instance(url, "prefill") for url in prefill_urls]
         decode = [parse_instance(url, "decode") for url in decode_urls]
-        return uvloop.run(_run(prefill, decode, host, port, request_timeout, idle_timeout))
+        return uvloop.run(_run(prefill, decode, host, port, request_timeout, idle_timeout, recomputes))
     except (FleetError, OSError) as error:
         say("router", str(error))
         return 2
@@ -233,6 +237,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--idle-timeout", type=_seconds, default=300.0, metavar="SECONDS",
         help="the longest pause between two pieces of a stream (default: %(default)g)",
     )  # fmt: skip
+    parser.add_argument(
+        "--recomputes", type=_count, default=RECOMPUTES, metavar="N",
+        help="how often a request that an instance or a transfer has lost is computed anew, by others if there are "
+             "any, before its client is told (default: %(default)s)",
+    )  # fmt: skip
 
 
 def main(args: argparse.Namespace) -> int:
@@ -244,11 +253,18 @@ def main(args: argparse.Namespace) -> int:
         port=args.port,
         request_timeout=args.request_timeout,
         idle_timeout=args.idle_timeout,
+        recomputes=args.recomputes,
     )
 
 
 async def _run(
-    prefill: list[Instance], decode: list[Instance], host: str, port: int, request_timeout: float, idle_timeout: float
+    prefill: list[Instance],
+    decode: list[Instance],
+    host: str,
+    port: int,
+    request_timeout: float,
+    idle_timeout: float,
+    recomputes: int,
 ) -> int:
     listener = bind(host, port)
     timeout = aiohttp.ClientTimeout(total=request_timeout, sock_connect=CONNECT_SECONDS)
@@ -259,7 +275,10 @@ async def _run(
         skip_auto_headers=["Accept-Encoding", "User-Agent"],
     ) as session:
         fleet = Fleet(prefill, decode, session)
-        router = Router(fleet, Dispatcher(fleet, session, idle_seconds=idle_timeout), session)
+        dispatcher = Dispatcher(
+            fleet, session, request_seconds=request_timeout, idle_seconds=idle_timeout, recomputes=recomputes
+        )
+        router = Router(fleet, dispatcher, session)
         bound, bound_port = listener.getsockname()[:2]
         say("router", f"listening on http://{bound}:{bound_port}")
         gc.freeze()
@@ -272,6 +291,13 @@ def _seconds(text: str) -> float:
     value = float(text)
     if value <= 0:
         raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must be 0 or more, not {text}")
     return value
 
 

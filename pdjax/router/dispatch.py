@@ -1,21 +1,29 @@
 """Sends a request to a prefill and a decode instance at once, and relays what the decode instance says.
 
-The first of the two to fail ends the request: whoever waits for the other would wait for nothing.
+The first of the two to fail ends the attempt: whoever waits for the other would wait for nothing. As long as the client
+has not got a byte, a request that an instance or the way between two has lost is computed anew, in a new room and by
+other instances if there are any.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
-from collections.abc import Coroutine
+import time
+from collections.abc import Collection, Coroutine
 from typing import Any
 
 import aiohttp
 
 from pdjax.router.fleet import Fleet, Instance, message_of, reason_of
-from pdjax.router.rooms import with_rooms
-from pdjax.web import Exchange, HttpError, Recorder, decode_object, encode_json, error_payload
+from pdjax.router.rooms import rooms_wanted, with_rooms
+from pdjax.web import Exchange, HttpError, Recorder, decode_object, encode_json, error_payload, say
 
+CONNECT_SECONDS = 2.0
+RECOMPUTES = 2
+LOST = (502, 503, 504)  # an instance, a link or a transfer has failed, and not the request
+RELEASE_SECONDS = 2.0  # for an instance to let go of a request that is sent to it again
 ERROR_BODY = 1 << 20  # bytes of an instance's error that are read
 PREFILL_REST_SECONDS = 10.0  # for a prefill instance to end its answer after decode has ended its own
 _FORWARDED = (b"authorization", b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate")
@@ -35,14 +43,31 @@ class Dispatcher:
     """Dispatches requests to pairs of a fleet.
 
     Args:
+        request_seconds: the longest that a whole request may take, with all that is computed anew.
         idle_seconds: the longest pause between two pieces of a stream.
+        recomputes: how often a request that was lost is computed anew before its client is told.
+
+    Attributes:
+        retries: requests that were sent to another pair because an instance could not be reached.
+        recomputed_rooms: rooms that took the place of lost ones.
     """
 
-    def __init__(self, fleet: Fleet, session: aiohttp.ClientSession, *, idle_seconds: float) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        session: aiohttp.ClientSession,
+        *,
+        request_seconds: float,
+        idle_seconds: float,
+        recomputes: int = RECOMPUTES,
+    ) -> None:
         self.retries = 0
+        self.recomputed_rooms = 0
         self._fleet = fleet
         self._session = session
+        self._request_seconds = request_seconds
         self._idle_seconds = idle_seconds
+        self._recomputes = recomputes
         self._random = random.SystemRandom()
         self._open: set[asyncio.Task[Any]] = set()
         self._finishing: set[asyncio.Task[Any]] = set()
@@ -82,25 +107,65 @@ class Dispatcher:
             task.cancel()
 
     async def _with_retries(self, exchange: Exchange, body: dict[str, Any]) -> None:
-        """Each failure to connect takes an instance out, so this ends with a pair that answers or with none left."""
-        last: _Unreachable | None = None
-        for _ in range(len(self._fleet.prefill) + len(self._fleet.decode)):
+        """Each failure to connect takes an instance out, and there are so many recomputes: so this ends."""
+        began = time.monotonic()
+        lost: HttpError | None = None
+        recomputes = unreachable = 0
+        sent: set[str] = set()
+        tried: set[str] = set()
+        while True:
             try:
-                prefill, decode = self._fleet.choose()
-            except HttpError as error:
-                if last is None:
+                prefill, decode = self._fleet.choose(avoid=tried)
+            except HttpError as missing:
+                if lost is None:
                     raise
-                raise HttpError(503, f"{last.instance.name} can't be reached, and {error.message}") from error
+                raise HttpError(lost.status, f"{lost.message}; {missing.message}") from lost
+            await self._release(body, [each for each in (prefill, decode) if each.url in sent])
+            sent |= {prefill.url, decode.url}
             try:
-                return await self._attempt(exchange, body, prefill, decode)
-            except _Unreachable as unreachable:
-                self._fleet.mark_down(unreachable.instance, str(unreachable))
-                last = unreachable
+                return await self._attempt(exchange, _in_time(body, began), prefill, decode, began)
+            except _Unreachable as error:
+                self._fleet.mark_down(error.instance, str(error))
+                lost = HttpError(503, f"{error.instance.name} can't be reached ({error})")
                 self.retries += 1
-        assert last is not None, "a fleet has instances"
-        raise HttpError(502, f"{last.instance.name} can't be reached ({last}), nor could any other")
+                unreachable += 1
+                if unreachable == self._fleet.size:
+                    raise lost from error
+            except HttpError as error:
+                if exchange.status or error.status not in LOST or not self._has_time(body, began):
+                    raise
+                if recomputes == self._recomputes:
+                    told = f"{error.message} (computed {recomputes + 1} times, and lost each time)"
+                    raise HttpError(error.status, told if recomputes else error.message) from error
+                recomputes += 1
+                self.recomputed_rooms += rooms_wanted(exchange.path, body) or 1
+                say("router", f"a request is computed anew: {error.message}")
+                lost = error
+                tried |= {prefill.url, decode.url}
 
-    async def _attempt(self, exchange: Exchange, body: dict[str, Any], prefill: Instance, decode: Instance) -> None:
+    def _has_time(self, body: dict[str, Any], began: float) -> bool:
+        left = _deadline(_in_time(body, began))
+        return time.monotonic() - began < self._request_seconds and (left is None or left > 0)
+
+    async def _release(self, body: dict[str, Any], instances: Collection[Instance]) -> None:
+        """See that instances forget a request that has its client's id: they take an id once at a time."""
+        rids = body.get("rid")
+        rids = [each for each in (rids if isinstance(rids, list) else [rids]) if isinstance(each, str)]
+        if rids:
+            calls = [self._abort(instance, rid) for instance in instances for rid in rids]
+            await asyncio.gather(*calls)
+
+    async def _abort(self, instance: Instance, rid: str) -> None:
+        with contextlib.suppress(*_CALL_ERRORS):  # whoever does not answer has forgotten it, or is avoided
+            async with (
+                asyncio.timeout(RELEASE_SECONDS),
+                self._session.post(f"{instance.url}/abort_request", json={"rid": rid}) as response,
+            ):
+                await response.read()
+
+    async def _attempt(
+        self, exchange: Exchange, body: dict[str, Any], prefill: Instance, decode: Instance, began: float
+    ) -> None:
         port = prefill.bootstrap_port
         assert port is not None, "a prefill instance without a bootstrap port is not up"
         data = encode_json(
@@ -108,8 +173,9 @@ class Dispatcher:
         )
         headers = {"content-type": "application/json"}
         headers |= {name.decode(): value.decode("latin-1") for name, value in exchange.headers if name in _FORWARDED}
-        filling = self._start(prefill, self._prefill(exchange.path, data, headers, prefill))
-        asking = self._start(decode, self._ask(exchange.path, data, headers, decode))
+        left = max(0.001, began + self._request_seconds - time.monotonic())
+        filling = self._start(prefill, self._prefill(exchange.path, data, headers, prefill, left))
+        asking = self._start(decode, self._ask(exchange.path, data, headers, decode, left))
         finished = False
         hung: list[str] = []
         task = asyncio.current_task()
@@ -158,9 +224,11 @@ class Dispatcher:
         task.add_done_callback(ended)
         return task
 
-    async def _prefill(self, path: str, data: bytes, headers: dict[str, str], instance: Instance) -> None:
+    async def _prefill(
+        self, path: str, data: bytes, headers: dict[str, str], instance: Instance, seconds: float
+    ) -> None:
         """The prefill half; its answer is of no interest unless it is an error."""
-        response = await self._ask(path, data, headers, instance)
+        response = await self._ask(path, data, headers, instance, seconds)
         async with response:
             try:
                 if response.status >= 300:
@@ -172,10 +240,13 @@ class Dispatcher:
             except _CALL_ERRORS as error:
                 raise HttpError(502, f"{instance.name} failed while answering: {reason_of(error)}") from error
 
-    async def _ask(self, path: str, data: bytes, headers: dict[str, str], instance: Instance) -> aiohttp.ClientResponse:
-        """Send the request; returns once the answer begins."""
+    async def _ask(
+        self, path: str, data: bytes, headers: dict[str, str], instance: Instance, seconds: float
+    ) -> aiohttp.ClientResponse:
+        """Send the request; returns once the answer begins. `seconds`: until the answer must have ended."""
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
         try:
-            return await self._session.post(instance.url + path, data=data, headers=headers)
+            return await self._session.post(instance.url + path, data=data, headers=headers, timeout=timeout)
         except _CONNECT_ERRORS as error:
             raise _Unreachable(instance, reason_of(error)) from error
         except TimeoutError as error:
@@ -190,14 +261,18 @@ class Dispatcher:
                 body = await response.read()
             except _CALL_ERRORS as error:
                 raise HttpError(502, f"{decode.name} failed while answering: {reason_of(error)}") from error
+            if response.status in LOST:
+                raise HttpError(response.status, message_of(body))
             await exchange.answer(response.status, body, [(b"content-type", kind)])
             return
+        chunk = await self._read(response, decode)  # before the client is told anything
         await exchange.begin(response.status)
         tail = b"\n\n"
         try:
-            while chunk := await self._read(response, decode):
+            while chunk:
                 tail = chunk[-2:]
                 await exchange.write(chunk)
+                chunk = await self._read(response, decode)
         except (HttpError, asyncio.CancelledError):
             if tail != b"\n\n":  # the event that was cut ends here, so that the error is an event of its own
                 await exchange.write(b"\n\n")
@@ -227,3 +302,16 @@ class Dispatcher:
 
         self._finishing.add(filling)
         filling.add_done_callback(ended)
+
+
+def _deadline(body: dict[str, Any]) -> float | None:
+    """Seconds that the client gives its request; None if it does not say, or says what instances refuse."""
+    seconds = body.get("deadline_s")
+    return seconds if isinstance(seconds, int | float) and not isinstance(seconds, bool) else None
+
+
+def _in_time(body: dict[str, Any], began: float) -> dict[str, Any]:
+    """The body, with what is left of its deadline."""
+    seconds = _deadline(body)
+    elapsed = time.monotonic() - began
+    return body if seconds is None or elapsed < 0.001 else {**body, "deadline_s": seconds - elapsed}

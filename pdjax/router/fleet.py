@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -93,8 +93,13 @@ class Fleet:
         self._session = session
         self._turns = itertools.count(1)
 
-    def choose(self) -> tuple[Instance, Instance]:
-        """The next prefill and decode instance that serve.
+    @property
+    def size(self) -> int:
+        """How many instances there are."""
+        return len(self.prefill) + len(self.decode)
+
+    def choose(self, avoid: Collection[str] = ()) -> tuple[Instance, Instance]:
+        """The next prefill and decode instance that serve, and if possible none of the URLs in `avoid`.
 
         Raises:
             HttpError: 503, there is none, and why.
@@ -102,8 +107,7 @@ class Fleet:
         missing = self.missing()
         if missing is not None:
             raise HttpError(503, missing)
-        prefill, decode = self._next(self.prefill), self._next(self.decode)
-        return prefill, decode
+        return self._next(self.prefill, avoid), self._next(self.decode, avoid)
 
     def missing(self) -> str | None:
         """What is missing to serve, in words; None if nothing is."""
@@ -125,9 +129,10 @@ class Fleet:
         await asyncio.gather(*(self._watch(each) for each in (*self.prefill, *self.decode)))
         return None
 
-    def _next(self, instances: Sequence[Instance]) -> Instance:
+    def _next(self, instances: Sequence[Instance], avoid: Collection[str]) -> Instance:
         serving = [each for each in instances if each.problem is None]
-        chosen = min(serving, key=lambda each: (each.turn, each.outstanding))
+        others = [each for each in serving if each.url not in avoid]
+        chosen = min(others or serving, key=lambda each: (each.turn, each.outstanding))
         chosen.turn = next(self._turns)
         return chosen
 

@@ -1,0 +1,170 @@
+"""A request that an instance or a transfer has lost is computed anew, and its client does not hear of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from aiohttp import web
+from upstream import Handler, RouterProcess, Upstream, answer_ok, message, streams, wait_until, waits_forever
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def fleet(
+    stack: ExitStack, *, prefill: int, decode: int, **options
+) -> tuple[list[Upstream], list[Upstream], RouterProcess]:
+    prefills = [Upstream("prefill", disaggregation_bootstrap_port=9001 + each) for each in range(prefill)]
+    decodes = [Upstream("decode") for _ in range(decode)]
+    for each in (*prefills, *decodes):
+        stack.callback(each.close)
+    router = RouterProcess([each.url for each in prefills], [each.url for each in decodes], **options)
+    stack.callback(router.close)
+    wait_until(lambda: router.request("/metrics")[1].count(b"} 1.0\n") == prefill + decode)
+    return prefills, decodes, router
+
+
+def says(status: int, text: str, *, pause: float = 0.0) -> Handler:
+    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
+        await asyncio.sleep(pause)
+        return web.json_response({"error": {"message": text}}, status=status)
+
+    return handle
+
+
+def dies() -> Handler:
+    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
+        await asyncio.sleep(0.05)  # until both halves are sent
+        assert request.transport is not None
+        request.transport.abort()
+        return await waits_forever()(request, body)
+
+    return handle
+
+
+def waits_for(port: int) -> Handler:
+    """A decode instance that is served by one prefill instance only."""
+
+    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
+        good = body["bootstrap_port"] in (port, [port, port])
+        return await (answer_ok if good else waits_forever())(request, body)
+
+    return handle
+
+
+def recomputed(router: RouterProcess) -> float:
+    (line,) = [
+        line for line in router.request("/metrics")[1].split(b"\n") if line.startswith(b"pdjax_recomputed_rooms")
+    ]
+    return float(line.split()[-1])
+
+
+@pytest.mark.parametrize("body", [{"text": "x"}, {"text": "x", "stream": True}, {"text": ["x", "y"]}])
+def test_what_a_dying_prefill_instance_had_is_computed_by_another_in_a_new_room(stack, body):
+    prefills, (decode,), router = fleet(stack, prefill=2, decode=1)
+    prefills[0].handle, decode.handle = dies(), waits_for(9002)
+    answers = [router.request("/generate", body) for _ in range(2)]
+    assert [status for status, _ in answers] == [200, 200]
+    lost, again = prefills[0].bodies[0], decode.bodies[-1]
+    assert lost["bootstrap_room"] != again["bootstrap_room"]
+    assert decode.left.wait(10), "the room that was lost is aborted"
+    assert recomputed(router) == len(prefills[0].bodies) * (2 if isinstance(body["text"], list) else 1)
+
+
+@pytest.mark.parametrize("handle", [dies(), says(502, "the link has ended"), says(503, "this instance is stopping")])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_a_decode_instance_has_lost_before_its_first_token_is_given_to_another(stack, handle, stream):
+    (prefill,), decodes, router = fleet(stack, prefill=1, decode=2)
+    prefill.handle, decodes[0].handle = waits_forever(), handle
+    decodes[1].handle = streams("data: 1\n\n") if stream else answer_ok
+    for _ in range(2):
+        status, said = router.request("/generate", {"text": "x", "stream": stream})
+        assert status == 200 and (said == b"data: 1\n\n" or json.loads(said)["text"] == "fine")
+    assert recomputed(router) == len(decodes[0].bodies) > 0
+
+
+def test_a_stream_whose_head_has_come_and_no_event_is_not_lost_either(stack):
+    (prefill,), decodes, router = fleet(stack, prefill=1, decode=2)
+    prefill.handle = waits_forever()
+    decodes[0].handle, decodes[1].handle = streams(then=dies()), streams("data: 1\n\n")
+    for _ in range(2):
+        assert router.request("/generate", {"text": "x", "stream": True}) == (200, b"data: 1\n\n")
+
+
+def test_with_one_pair_the_same_is_asked_again_so_often_and_then_the_reason_is_told(stack):
+    (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1, recomputes=3)
+    prefill.handle, decode.handle = waits_forever(), says(502, "chunk 0 arrived damaged 3 times", pause=0.05)
+    status, said = router.request("/generate", {"text": "x"})
+    assert status == 502 and message(said).startswith("chunk 0 arrived damaged 3 times")
+    assert "4 times" in message(said)
+    assert len(decode.bodies) == 4 and len({body["bootstrap_room"] for body in decode.bodies}) == 4
+
+
+@pytest.mark.parametrize(
+    ("status", "text"), [(400, "too long"), (429, "too many wait"), (500, "a bug"), (499, "abort")]
+)
+def test_a_request_that_fails_by_itself_is_not_computed_again(stack, status, text):
+    (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1)
+    prefill.handle, decode.handle = waits_forever(), says(status, text)
+    got, said = router.request("/generate", {"text": "x"})
+    assert (got, message(said)) == (status, text)
+    assert len(decode.bodies) == 1 and recomputed(router) == 0
+
+
+def test_after_the_first_byte_nothing_is_computed_again(stack):
+    _, decodes, router = fleet(stack, prefill=1, decode=2)
+    for decode in decodes:
+        decode.handle = streams("data: 1\n\n", then=dies())
+    _, said = router.request("/generate", {"text": "x", "stream": True})
+    assert said.count(b"data: 1\n\n") == 1 and b'"error"' in said
+    assert recomputed(router) == 0
+
+
+def test_a_deadline_counts_from_the_first_attempt(stack):
+    (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1, recomputes=100)
+    prefill.handle, decode.handle = waits_forever(), says(504, "nothing came", pause=0.3)
+    began = time.monotonic()
+    status, said = router.request("/generate", {"text": "x", "deadline_s": 1.0})
+    assert status == 504 and message(said) == "nothing came"
+    left = [body["deadline_s"] for body in decode.bodies]
+    assert left == sorted(left, reverse=True) and left[0] <= 1.0 and left[-1] > 0
+    assert len(left) < 6 and time.monotonic() - began >= 1.0
+
+
+def test_so_does_the_routers_own_limit(stack):
+    (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1, recomputes=100, request_timeout=1.0)
+    prefill.handle, decode.handle = waits_forever(), says(502, "lost", pause=0.3)
+    status, _ = router.request("/generate", {"text": "x"})
+    assert status in (502, 504) and len(decode.bodies) < 6
+
+
+def test_an_instance_lets_go_of_a_clients_id_before_it_is_asked_again(stack):
+    (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1, recomputes=1)
+    prefill.handle, decode.handle = dies(), waits_forever()
+    assert router.request("/generate", {"text": "x", "rid": "mine"})[0] == 502
+    first, release, second = decode.bodies
+    assert release == {"rid": "mine"} and first["rid"] == second["rid"] == "mine"
+
+
+def test_the_reason_names_what_was_lost_and_what_is_missing(stack):
+    (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1)
+
+    async def ends(request: web.Request, body: dict) -> web.StreamResponse:
+        prefill.health_status = 503
+        await asyncio.to_thread(router.wait_for_health, 503)
+        return await dies()(request, body)
+
+    prefill.handle, decode.handle = ends, waits_forever()
+    status, said = router.request("/generate", {"text": "x"})
+    assert status == 502
+    assert f"the prefill instance {prefill.url} failed" in message(said) and "no prefill instance serves" in message(
+        said
+    )
