@@ -69,10 +69,13 @@ class Cache:
     prefix: bool = _option(
         True, "keep the pages of ended requests for those that begin with the same text, until they are needed"
     )
+    host_pages: int = _option(0, "pages of host memory for requests that must leave a full pool for a while; where one "
+                                 "would need more it fails with status 503; 0: as many as it takes")  # fmt: skip
 
     def __post_init__(self) -> None:
         _require(self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0, "page_size must be a power of two")
         _require(self.pages == 0 or self.pages >= 2, "pages must be at least 2: page 0 takes padding")
+        _require(self.host_pages >= 0, "host_pages must be 0 or more")
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,10 @@ class Disagg:
                                        "hung; longer than any step takes")  # fmt: skip
     allocation: str = _option("early", "early: decode reserves pages before it claims a room; prefill_complete: only "
                                        "when the prompt is computed; the same on both sides")  # fmt: skip
+    num_reserved_decode_tokens: int = _option(
+        0, "tokens that decode reserves pages for beyond those that a request has; 0: as many as requests have needed "
+           "lately"
+    )  # fmt: skip
 
     def __post_init__(self) -> None:
         _require(0 <= self.bootstrap_port <= 65535, "bootstrap_port must lie in 0..65535")
@@ -128,6 +135,7 @@ class Disagg:
             _require(getattr(self, f"{name}_timeout") > 0, f"{name}_timeout must be above 0")
         policies = ("early", "prefill_complete")
         _require(self.allocation in policies, f"allocation is early or prefill_complete, not {self.allocation!r}")
+        _require(self.num_reserved_decode_tokens >= 0, "num_reserved_decode_tokens must be 0 or more")
 
 
 @dataclass(frozen=True)

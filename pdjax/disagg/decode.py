@@ -6,6 +6,7 @@ import secrets
 import sys
 import time
 
+from pdjax.disagg.admission import Admission
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
@@ -40,6 +41,7 @@ class Decode:
         self._backend = backend
         self._ring = ring
         self._link_timeout = timeouts.link
+        self._admission = Admission(engine)
         self._timelines: dict[str, RoomTimeline] = {}  # by request id, until the prompt is here
         self._instance = DecodeInstance(self, registration=registration, timeouts=timeouts)
 
@@ -68,6 +70,7 @@ class Decode:
     def abort(self, request: Request, reason: str) -> None:
         """The client has gone."""
         self._timelines.pop(request.rid, None)
+        self._admission.retraction.drop(request)
         self._instance.cancel(request.rid, reason, self._engine.clock())
 
     def on_event(self, event: object) -> None:
@@ -92,7 +95,8 @@ class Decode:
                 raise TypeError(f"a decode instance was sent {type(event).__name__}")
 
     def poll(self, now: float) -> float | None:
-        """Reserve pages, and fire due timers."""
+        """See that those who decode can go on, reserve pages for others, and fire due timers."""
+        self._admission.poll()
         self._instance.steps = self._engine.steps
         return self._instance.tick(now)
 
@@ -114,10 +118,12 @@ class Decode:
             ("received_bytes", "received_chunks", "received_pages", "completed_rooms", "failed_rooms",
              "damaged_chunks", "refused_frames"), 0.0)  # fmt: skip
         totals = {f"{name}_total": value for name, value in known.items()}
-        return totals | self._instance.stats() | {"staging_slots_free": self._ring.free_slots}
+        own = self._admission.retraction.stats() | self._instance.stats()
+        return totals | own | {"staging_slots_free": self._ring.free_slots}
 
     def check_integrity(self) -> None:
         """At rest no request has a room."""
+        self._admission.retraction.check_integrity()
         self._instance.check_integrity()
         if self._timelines:
             raise AssertionError(f"timelines of requests that have ended: {sorted(self._timelines)}")
@@ -149,14 +155,10 @@ class Decode:
         self._ring.free(slot)
 
     def reserve(self, rid: str) -> bool:
-        """Pages for all that a request may generate."""
+        """Pages for its prompt and its first steps."""
         engine, request = self._engine, self._engine.requests[rid]
-        if not engine.has_free_row():
+        if not self._admission.reserve(request):
             return False
-        pages = engine.allocator.allocate(rid, engine.spec.pages(request.max_tokens))
-        if pages is None:
-            return False
-        request.pages = pages
         self._timelines[rid].reserved = engine.clock()
         engine.trace.request("alloc wait", request, request.arrived, engine.clock())
         return True

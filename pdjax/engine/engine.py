@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pdjax.cache.allocator import PageAllocator
 from pdjax.cache.prefix import PrefixCache
 from pdjax.cache.spec import StateSpec
+from pdjax.engine.demand import OutputLengths
 from pdjax.engine.flight import Flight
 from pdjax.engine.frames import tokens_frame
 from pdjax.engine.grammar import Compiled, GrammarError, Grammars
@@ -78,6 +79,7 @@ class Engine:
         self.emit = emit
         self.clock = clock
         self.trace = Trace()
+        self.lengths = OutputLengths()
         self.requests: dict[str, Request] = {}
         self._eos_token_ids = eos_token_ids
         self._inbox = inbox
@@ -162,6 +164,7 @@ class Engine:
         request.timeline["total_s"] = now - request.arrived
         self.trace.finished(request, now)
         self._counters["finished_requests"] += 1
+        self.lengths.add(len(request.output_ids))
         self._forget(request)
         self.emit(tokens_frame(request, token, finish))
 

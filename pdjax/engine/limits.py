@@ -13,11 +13,13 @@ from pdjax.wire import MAX_FRAME
 
 @dataclass(frozen=True)
 class Limits:
-    """What one instance takes on; see `pdjax.config.Engine`."""
+    """What one instance takes on; see `pdjax.config.Engine`, `Cache` and `Disagg`. 0 host pages: no bound."""
 
     max_context: int
     max_running_requests: int
     max_queued_requests: int
+    host_pages: int = 0
+    reserved_decode_tokens: int = 0
 
 
 def refusal(

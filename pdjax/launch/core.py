@@ -159,6 +159,8 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         max_context=min(config.engine.max_context, model.config.max_position_embeddings),
         max_running_requests=config.engine.max_running_requests,
         max_queued_requests=config.engine.max_queued_requests,
+        host_pages=config.cache.host_pages,
+        reserved_decode_tokens=config.disagg.num_reserved_decode_tokens,
     )
     pages = config.cache.pages or 1 + limits.max_running_requests * spec.pages(-(-limits.max_context // 4))
     slot_pages = spec.pages(min(config.engine.prefill_tokens, limits.max_context))

@@ -41,7 +41,7 @@ class Instance:
 
     @property
     def default_chat_tokens(self) -> int:
-        """New tokens of a chat that names no limit: a quarter of the context, since pages for all are reserved."""
+        """New tokens of a chat that names no limit: a quarter of the context, since pages may be reserved for all."""
         return max(1, self.max_context // 4)
 
 

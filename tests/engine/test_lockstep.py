@@ -95,9 +95,9 @@ def test_a_worker_that_follows_has_the_leaders_pages_through_retractions_and_abo
 ) -> None:
     with Pair(tiny, second, pages=TIGHT) as pair:
         use(pair)
-        while len(pair.small.role._retracted) < 2:
+        while len(pair.small.role.retraction.out) < 2:
             pair.small.turn()
-        pair.small.abort(next(iter(pair.small.role._retracted)))
+        pair.small.abort(pair.small.role.retraction.out[0].rid)
         pair.small.run()
         assert {PrefillStep, DecodeStep, SavePages, RestorePages, DropPages} <= set(pair.kinds())
         pair.follow()

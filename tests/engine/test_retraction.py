@@ -62,11 +62,12 @@ def test_the_request_with_the_most_tokens_is_never_put_out(tiny: TinyModel) -> N
     before: set[str] = set()
     left: list[str] = []
     while small.turn() or small.engine.requests:
-        out, running = small.role._retracted, small.engine.scheduler.running
-        for rid in set(out) - before:
-            left.append(rid)
-            assert max(len(request.output_ids) for request in running.values()) >= len(out[rid].request.output_ids)
-        before = set(out)
+        out, running = small.role.retraction.out, small.engine.scheduler.running
+        for request in out:
+            if request.rid not in before:
+                left.append(request.rid)
+                assert max(len(other.output_ids) for other in running.values()) >= len(request.output_ids)
+        before = {request.rid for request in out}
     assert left
 
 
@@ -76,7 +77,7 @@ def test_a_higher_priority_stays_when_others_must_leave(tiny: TinyModel) -> None
         small.send(str(number), ids, 60, priority=int(number == 5))
     left = set()
     while small.turn() or small.engine.requests:
-        left |= set(small.role._retracted)
+        left |= {request.rid for request in small.role.retraction.out}
     assert left and "5" not in left
 
 
@@ -85,9 +86,9 @@ def test_a_request_that_is_out_can_be_aborted_and_can_expire(tiny: TinyModel) ->
     small = SmallEngine(tiny, pages=TIGHT, clock=lambda: now[0])
     for number, ids in enumerate(prompts(13, 8)):
         small.send(str(number), ids, 60, deadline_s=1e4)
-    while len(small.role._retracted) < 2:
+    while len(small.role.retraction.out) < 2:
         small.turn()
-    first, second = list(small.role._retracted)[:2]
+    first, second = [request.rid for request in small.role.retraction.out[:2]]
     small.abort(first)
     small.turn()
     assert first not in small.engine.requests
@@ -127,7 +128,7 @@ def test_who_begins_to_decode_while_another_is_put_out_has_a_page_for_its_token(
     small.engine.allocator.allocate("hog", small.engine.allocator.free_pages)
     for _ in range(2 * PAGE):
         small.turn()
-    assert "lesser" in small.role._retracted
+    assert "lesser" in [request.rid for request in small.role.retraction.out]
     small.engine.allocator.release("hog")
     small.run()
     crowded = [small.ids("lesser"), small.ids("urgent")]
