@@ -32,6 +32,7 @@ def main(args: argparse.Namespace) -> int:
     for seed in args.seeds:
         outcome = run_seed(seed, settings)
         total.update(seeds=1, rooms=outcome.rooms, served=outcome.served, events=outcome.events)
+        total["recomputed"] += outcome.recomputed
         faults.update(outcome.faults)
         if outcome.problem is not None:
             print("\n".join(outcome.log))
@@ -42,7 +43,8 @@ def main(args: argparse.Namespace) -> int:
         if seed % 50 == 0:
             gc.collect()
     seconds = time.process_time() - started
-    print(f"{total['seeds']} seeds, {total['rooms']} rooms ({total['served']} served), {total['events']} events")
+    print(f"{total['seeds']} seeds, {total['rooms']} rooms ({total['served']} served, {total['recomputed']} in place "
+          f"of lost ones), {total['events']} events")  # fmt: skip
     print(f"faults: {', '.join(f'{kind} {count}' for kind, count in sorted(faults.items())) or 'none'}")
     print(f"{total['rooms'] / seconds:,.0f} rooms/s, {total['events'] / seconds:,.0f} events/s of processor time; "
           "nothing happened that must never happen")  # fmt: skip

@@ -10,6 +10,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk, PrefillAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
+from pdjax.disagg.protocol.tombstones import MOST, Tombstones
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings, registration
 
 LINK = "host:7"
@@ -207,21 +208,73 @@ def test_a_frame_that_does_not_parse_is_answered_and_counted(body: bytes) -> Non
     assert sum(isinstance(message, messages.Refused) for message in host.sent) == 1, "an answer is not answered"
 
 
+class PrefillHost(Host):
+    def open_path(self, link: str, transfer: bytes) -> None:
+        return None
+
+
+def prefill(host: Host) -> PrefillInstance:
+    """With a decode instance on the link `in`."""
+    own = registration("prefill", 1, Settings(), messages.EARLY)
+    instance = PrefillInstance(host, registration=own, timeouts=TIMEOUTS)  # type: ignore[arg-type]
+    instance.link_up("in", messages.encode(registration("decode", 2, Settings(), messages.EARLY)), 0.0)
+    return instance
+
+
+@pytest.mark.parametrize("end", ["cancelled", "overdue"])
+def test_a_claim_that_comes_after_its_prefill_half_has_ended_is_told_why_at_once(end: str) -> None:
+    host = PrefillHost()
+    instance = prefill(host)
+    instance.submit(PrefillAsk("r", 3, 4, b"d"), 0.0)
+    if end == "cancelled":
+        instance.cancel("r", "the client left", 1.0)
+    else:
+        instance.tick(TIMEOUTS.bootstrap)
+    now = TIMEOUTS.bootstrap + 0.5
+    instance.frame("in", messages.encode(messages.Claim(3, 77, 4, b"d")), now)
+    abort, acknowledgement = host.sent[-2:]
+    assert abort.reason == ("the prefill request was aborted: the client left" if end == "cancelled" else
+                            host.failed["r"])  # fmt: skip
+    assert (abort.generation, acknowledgement) == (77, messages.AbortAck(3, 77))
+    assert instance.stats()["rooms"] == 0
+
+
+@pytest.mark.parametrize("later", ["another prompt", "a second claim", "long after", "asked again"])
+def test_a_room_number_is_not_barred_by_what_has_ended_under_it(later: str) -> None:
+    host = PrefillHost()
+    instance = prefill(host)
+    instance.submit(PrefillAsk("r", 3, 4, b"d"), 0.0)
+    instance.cancel("r", "the client left", 0.0)
+    if later == "a second claim":
+        instance.frame("in", messages.encode(messages.Claim(3, 76, 4, b"d")), 1.0)
+    elif later == "asked again":
+        instance.submit(PrefillAsk("again", 3, 4, b"d"), 1.0)
+    host.sent.clear()
+    now = TIMEOUTS.bootstrap + 1.0 if later == "long after" else 1.0
+    instance.frame("in", messages.encode(messages.Claim(3, 77, 4, b"e" if later == "another prompt" else b"d")), now)
+    assert not any(isinstance(message, messages.Abort) for message in host.sent)
+    assert instance.stats()["rooms"] == 1
+
+
+def test_what_has_ended_is_remembered_in_bounds() -> None:
+    stones = Tombstones(seconds=10.0)
+    for number in range(2 * MOST):
+        stones.put(number, b"d", 499, "the client left", 0.0)
+    assert len(stones) == MOST
+    assert stones.take(0, b"d", 1.0) is None and stones.take(2 * MOST - 1, b"d", 1.0) is not None
+    stones.put(0, b"d", 499, "the client left", 11.0)
+    assert len(stones) == 1
+
+
 def test_prompts_get_pages_by_priority_and_one_at_a_time_among_equals() -> None:
     begun: list[str] = []
 
-    class PrefillHost(Host):
-        def open_path(self, link: str, transfer: bytes) -> None:
-            return None
-
+    class Computes(PrefillHost):
         def begin_prompt(self, rid: str) -> int:
             begun.append(rid)
             return 0
 
-    host = PrefillHost()
-    own = registration("prefill", 1, Settings(), messages.EARLY)
-    instance = PrefillInstance(host, registration=own, timeouts=TIMEOUTS)  # type: ignore[arg-type]
-    instance.link_up("in", messages.encode(registration("decode", 2, Settings(), messages.EARLY)), 0.0)
+    instance = prefill(Computes())
     for number, (rid, priority) in enumerate([("a", 0), ("b", 0), ("urgent", 1)]):
         instance.frame("in", messages.encode(messages.Claim(number, number, 4, b"d")), 0.0)
         instance.submit(PrefillAsk(rid, number, 4, b"d", priority, float(number)), 0.0)

@@ -20,6 +20,15 @@ def test_nothing_that_must_never_happen_happens_in_200_seeds() -> None:
                       "abort", "duplicate room", "room number reused", "half a request", "slow consumer"}  # fmt: skip
 
 
+def test_whatever_happens_to_one_of_two_prefill_instances_no_request_is_lost() -> None:
+    recomputed = 0
+    for seed in range(60):
+        outcome = run_seed(seed, Settings(prefill=2, decode=2, rooms=60, faults=6, spares=True, decode_pages=2000))
+        assert outcome.problem is None, "\n".join([*outcome.log, f"seed {seed}: {outcome.problem}"])
+        recomputed += outcome.recomputed
+    assert recomputed > 100
+
+
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_found_within_200_seeds(plant: str) -> None:
     with PLANTS[plant]():
@@ -39,4 +48,4 @@ def test_without_faults_every_request_that_its_client_waits_for_is_served() -> N
     outcome = run_seed(10, Settings(rooms=100))  # every tenth seed is calm
     assert outcome.problem is None
     assert set(outcome.faults) <= {"abort", "duplicate room", "room number reused", "slow consumer"}
-    assert outcome.served > 100
+    assert outcome.served > 100 and outcome.recomputed == 0

@@ -14,6 +14,7 @@ from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.prefill_room import PrefillRoom, Timeouts
 from pdjax.disagg.protocol.states import RoomState
 from pdjax.disagg.protocol.timers import Timers, earliest
+from pdjax.disagg.protocol.tombstones import Tombstones
 from pdjax.disagg.protocol.turns import Turns
 
 
@@ -59,6 +60,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         self._computing: dict[str, int] = {}  # priorities of the prompts that have their pages
         self._timers: Timers[PrefillRoom] = Timers()
         self._peers: dict[str, _Peer] = {}
+        self._tombstones = Tombstones(timeouts.bootstrap)
         self._pending: deque[tuple[PrefillRoom, actions.Transfer]] = deque()
         self._flights: dict[int, _Flight] = {}
         self._writes = 0
@@ -68,6 +70,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         if ask.room in self._jobs:
             self._host.fail(ask.rid, 400, f"room {ask.room} is in use by another request")
             return
+        self._tombstones.take(ask.room, ask.prompt_digest, now)
         self._jobs[ask.room] = _Job(ask)
         self._room_of[ask.rid] = ask.room
         room = self._room(ask.room)
@@ -206,6 +209,13 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         return room
 
     def _claimed(self, link: str, peer: _Peer, claim: messages.Claim, now: float) -> None:
+        if claim.room not in self._rooms:
+            ended = self._tombstones.take(claim.room, claim.prompt_digest, now)
+            if ended is not None:
+                abort = messages.Abort(claim.room, claim.generation, ended.status, ended.reason)
+                self._host.send(link, messages.encode(abort))
+                self._host.send(link, messages.encode(messages.AbortAck(claim.room, claim.generation)))
+                return
         room = self._room(claim.room)
         if room.generation is None:
             peer.rooms[claim.generation] = room
@@ -285,6 +295,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
                     self._host.finish(job.ask.rid)
             case actions.Fail(status, reason):
                 self._leave(room)
+                unclaimed = room.awaits_claim
+                if unclaimed is not None:
+                    self._tombstones.put(room.room, unclaimed, status, reason, now)
                 self.counters["failed_rooms"] += 1
                 self.counters["transfer_failed_rooms" if room.met else "bootstrap_failed_rooms"] += 1
                 job = self._drop_job(room.room)

@@ -158,6 +158,13 @@ class PrefillRoom:
         return self._requested is not None and self._claim is not None
 
     @property
+    def awaits_claim(self) -> bytes | None:
+        """The digest of the prompt, if its request has come and has never been claimed."""
+        if self._requested is None or self._claim is not None:
+            return None
+        return self._requested.prompt_digest
+
+    @property
     def prompt_done(self) -> bool:
         """Whether the prompt is computed."""
         return self._prompt_done

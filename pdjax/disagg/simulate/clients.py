@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pdjax.disagg.protocol import messages
@@ -40,9 +40,14 @@ REASONS = (
 )
 
 
+LOST = (502, 503, 504)  # what a router computes anew
+RECOMPUTES = 2
+
+
 @dataclass(eq=False)
 class Room:
-    """One request of a client. `number` is the room's, which others may use at the same time (`contested`)."""
+    """One request of a client, or another attempt at it. `number` is the room's, which others may use at the same time
+    (`contested`). `earlier` are the attempts that were lost, `later` is the one that took this one's place."""
 
     id: int
     number: int
@@ -57,7 +62,12 @@ class Room:
     contested: bool = False
     aborted: bool = False
     halves: int = 2  # 1: only one of them is ever sent
+    halved: bool = False  # its prefill half was given up, and its decode half was not
+    earlier: tuple[Room, ...] = ()
+    later: Room | None = None
+    final: bool = False  # not computed anew if it is lost
     started: int = 0
+    answered: bool = False
     prefill_end: str | None = None  # empty: served
     decode_end: str | None = None
 
@@ -79,6 +89,8 @@ class Clients:
         self.rooms = 0
         self.served = 0
         self.failed = 0
+        self.recomputed = 0
+        self.lost = 0  # requests that were lost as often as a router computes them
         self.disturbed_links = False  # whether any link or instance was touched so far
         self._open: dict[tuple[int, str], tuple[Life, Room]] = {}  # halves that wait for their end
         self._bounds: list[tuple[float, int, str, Room]] = []
@@ -116,6 +128,7 @@ class Clients:
             growth=draw.randrange(8),
             generates=draw.expovariate(10),
             priority=draw.choice((0, 0, 0, 0, 1)),
+            final=plain,
         )
         kind = draw.random() if not plain else 1.0
         if kind < 0.02 and not self.calm:
@@ -138,12 +151,16 @@ class Clients:
             self._duplicate(room)
         if not plain and draw.random() < 0.1:
             self._used.append(room)
+        self._dispatch(room)
+        return room
+
+    def _dispatch(self, room: Room) -> None:
+        draw = self.random
         first, second = draw.random() * 0.004, draw.random() * 0.01
         sides = ["prefill", "decode"]
         draw.shuffle(sides)
         for side, delay in zip(sides[: room.halves], (first, second), strict=False):
             self.world.after(delay, self._submit, room, side)
-        return room
 
     def _duplicate(self, room: Room) -> None:
         """Another request under the same number, at other instances as it may be."""
@@ -170,7 +187,7 @@ class Clients:
         life: PrefillLife | DecodeLife
         life = self.prefills[room.prefill] if side == "prefill" else self.decodes[room.decode]
         if room.aborted or not life.alive:
-            self._end(room, side, "was aborted: the instance is not there")
+            self._end(room, side, "was aborted: the instance is not there", 503)
             return
         # Each chunk that lands starts the wait for the next one anew.
         chunks = -(-room.pages // self.settings.slot_pages) + 1
@@ -186,9 +203,13 @@ class Clients:
             life.submit(room, f"r{room.id}")
 
     def _abort(self, room: Room) -> None:
-        """The client goes away: the router tells both sides."""
+        """The client goes away: the router tells both sides, or only one."""
+        while room.later is not None:
+            room = room.later
         room.aborted = True
-        for life in (self.prefills[room.prefill], self.decodes[room.decode]):
+        room.halved = (room.id, "prefill") in self._open and self.random.random() < 0.5
+        both = (self.prefills[room.prefill], self.decodes[room.decode])
+        for life in both[:1] if room.halved else both:
             if (room.id, life.role) in self._open:
                 self._end(room, life.role, "was aborted: by its client")
                 life.receive(self._cancel, None, life, room)
@@ -196,9 +217,9 @@ class Clients:
     def _cancel(self, _: object, life: PrefillLife | DecodeLife, room: Room) -> None:
         life.cancel(f"r{room.id}", "the client left")
 
-    def prefill_ended(self, room: Room, rid: str, reason: str | None) -> None:
+    def prefill_ended(self, room: Room, rid: str, reason: str | None, status: int = 200) -> None:
         """A prefill half has been answered."""
-        self._end(room, "prefill", reason)
+        self._end(room, "prefill", reason, status)
 
     def decode_started(self, room: Room, rid: str) -> None:
         """A decode half has its prompt."""
@@ -206,15 +227,19 @@ class Clients:
         if room.started > 1:
             raise Violation(f"room {room.number} has started to decode {room.started} times", room.number)
 
-    def decode_ended(self, room: Room, rid: str, reason: str | None) -> None:
+    def decode_ended(self, room: Room, rid: str, reason: str | None, status: int = 200) -> None:
         """A decode half has been answered."""
-        self._end(room, "decode", reason)
+        answered = (room.id, "decode") in self._open
+        if answered and any(other.answered for other in room.earlier):
+            raise Violation(f"request {room.id} was answered before", room.number)
+        room.answered = answered and reason is None
+        self._end(room, "decode", reason, status)
         if reason is None:
             self.served += 1
         else:
             self.failed += 1
 
-    def _end(self, room: Room, side: str, reason: str | None) -> None:
+    def _end(self, room: Room, side: str, reason: str | None, status: int = 499) -> None:
         self._open.pop((room.id, side), None)
         self.world.tell(f"client {room.id}", f"{side} half of room {room.number}: {reason or 'served'}")
         if side == "prefill":
@@ -224,12 +249,48 @@ class Clients:
         if reason is None:
             return
         self._check_reason(room, reason)
+        if status in LOST and self._recompute(room):
+            return
+        room.final = True
         # A router stops the other half; but it may have died, or there may be none: what then, the bounds say.
         if not room.aborted and self.random.random() < 0.6:
             room.aborted = True
             other = self.decodes[room.decode] if side == "prefill" else self.prefills[room.prefill]
             if (room.id, other.role) in self._open:
                 self.world.after(self.random.random() * 0.01, self._stop_other, room, other)
+
+    def _recompute(self, room: Room) -> bool:
+        """A router gives up both halves of a room that was lost before its first token, and asks others, if it can."""
+        if room.aborted or room.contested or room.final or room.halves < 2 or room.started:
+            return False
+        if len(room.earlier) >= RECOMPUTES:
+            self.lost += 1
+            return False
+        room.aborted = True
+        for life in (self.prefills[room.prefill], self.decodes[room.decode]):
+            if self._open.pop((room.id, life.role), None) is not None:
+                self.world.after(self.random.random() * 0.01, life.receive, self._cancel, None, life, room)
+        earlier = (*room.earlier, room)
+        self.rooms += 1
+        self.recomputed += 1
+        again = room.later = replace(
+            room,
+            id=self.rooms,
+            number=self.random.getrandbits(62),
+            prefill=self._other(len(self.prefills), {other.prefill for other in earlier}),
+            decode=self._other(len(self.decodes), {other.decode for other in earlier}),
+            earlier=earlier,
+            later=None,
+            aborted=False,
+            prefill_end=None,
+            decode_end=None,
+        )
+        self.world.tell(f"client {room.id}", f"room {room.number} is lost: computed anew as room {again.number}")
+        self._dispatch(again)
+        return True
+
+    def _other(self, count: int, tried: set[int]) -> int:
+        return self.random.choice([index for index in range(count) if index not in tried] or range(count))
 
     def _stop_other(self, room: Room, life: PrefillLife | DecodeLife) -> None:
         if (room.id, life.role) in self._open:
@@ -249,7 +310,7 @@ class Clients:
             LINK: self.disturbed_links,
             DAMAGE: self.faults["damage"] > 2,
             WRITE: self.faults["write"] > 0 or self.disturbed_links,
-            WAIT: room.halves < 2 or room.contested or ended_elsewhere or not self.calm,
+            WAIT: not self.calm or ((room.halves < 2 or room.contested or ended_elsewhere) and not room.halved),
         }[kind]
         if not allowed:
             raise Violation(f"request {room.id} was told what is not true: {reason!r}", room.number)
@@ -258,7 +319,7 @@ class Clients:
         """Whoever waits for a process that has died is told so by the router."""
         for (_, side), (other, room) in list(self._open.items()):
             if other is life:
-                self._end(room, side, f"was aborted: {life.name} has died")
+                self._end(room, side, f"was aborted: {life.name} has died", 502)
 
     def check_bounds(self) -> None:
         """Raise if a request should have ended by now."""

@@ -151,7 +151,7 @@ class DecodeLife(Life):
         """See `Host`."""
         room = self.rooms.pop(rid)
         self._forget(rid)
-        self.clients.decode_ended(room, rid, reason)
+        self.clients.decode_ended(room, rid, reason, status)
 
     def _forget(self, rid: str) -> None:
         self.pages.give_back(rid)

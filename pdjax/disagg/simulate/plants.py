@@ -12,6 +12,7 @@ from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.prefill_room import PrefillRoom
 from pdjax.disagg.protocol.states import RoomState, advance
 from pdjax.disagg.protocol.timers import Timers
+from pdjax.disagg.protocol.tombstones import Tombstones
 
 
 @contextlib.contextmanager
@@ -81,6 +82,13 @@ def credit_counted_twice() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def forgotten_tombstones() -> Iterator[None]:
+    """A claim of a room that has ended before waits for its request."""
+    with mock.patch.object(Tombstones, "take", lambda *_: None):
+        yield
+
+
 _FAIL, _SEND_AGAIN, _RECEIVE = DecodeRoom._fail, DecodeRoom._send_again, PrefillRoom._receive
 _WATCH = Timers.watch
 _TRANSFER = RoomState.TRANSFERRING
@@ -93,5 +101,6 @@ PLANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         forgotten_timer,
         double_claim,
         credit_counted_twice,
+        forgotten_tombstones,
     )
 }

@@ -22,6 +22,7 @@ class Outcome:
     seed: int
     rooms: int = 0
     served: int = 0
+    recomputed: int = 0
     events: int = 0
     simulated_s: float = 0.0
     faults: Counter[str] = field(default_factory=Counter)
@@ -43,6 +44,7 @@ def run_seed(seed: int, settings: Settings | None = None, *, explain: bool = Tru
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
         outcome.problem = f"{type(error).__name__}: {error}"
     outcome.rooms, outcome.served = play.clients.rooms, play.clients.served
+    outcome.recomputed = play.clients.recomputed
     outcome.events, outcome.simulated_s = world.events, world.now
     outcome.faults = Counter({kind: count for kind, count in world.faults.items() if count})
     if outcome.problem is not None and explain:
@@ -87,6 +89,8 @@ class _Play:
         self._probe()
         self._run_checked(world.now + 10.0)
         clients.check_all_ended()
+        if settings.spares and clients.lost:
+            raise Violation(f"{clients.lost} requests were lost, and only one prefill instance was touched")
         self._check_home()
 
     def _run_checked(self, until: float) -> None:
@@ -127,7 +131,10 @@ class _Play:
         clients, draw = self.clients, self.random
         side = clients.prefills if draw.random() < 0.5 else clients.decodes
         life = side[pick(draw, len(side))]
-        kind = draw.choice(("kill", "stop", "long stop", "jump", "cut", "path", "frames", "damage", "writes"))
+        kinds = ("kill", "stop", "long stop", "jump", "cut", "path", "frames", "damage", "writes")
+        if self.settings.spares:
+            life, kinds = clients.prefills[0], kinds[:6]
+        kind = draw.choice(kinds)
         if kind in ("kill", "stop", "long stop", "jump", "cut", "path"):
             clients.disturbed_links = True
         if kind == "kill" and life.alive:

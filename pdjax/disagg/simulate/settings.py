@@ -21,6 +21,7 @@ class Settings:
     decode: int = 8
     rooms: int = 200  # requests, without those that show at the end that every pair works again
     faults: int = 12  # kills, stops, cuts...; requests are also aborted, duplicated and so on by themselves
+    spares: bool = False  # faults hit nothing but the first prefill instance: there, no request may be lost
     calm_every: int = 10  # one seed in so many has no faults: there, everything must succeed
     arrival: float = 0.03  # mean seconds between requests, divided by the number of prefill instances
     prefill_pages: int = 64
