@@ -124,6 +124,7 @@ class Runner:
         steps = Steps(model, jnp.dtype(spec.dtype), attention)
         shardings = (pool, replicated, replicated)
         self._prefill = jax.jit(steps.prefill, donate_argnames="pool", out_shardings=shardings)
+        self._first_token = jax.jit(steps.first_token, out_shardings=replicated)
         self._decode = jax.jit(steps.decode, donate_argnames=("pool", "progress"), out_shardings=shardings)
         self._write_slot = jax.jit(slots.write_slot, donate_argnums=(0, 1), out_shardings=replicated)
         self._write_masks = jax.jit(slots.write_masks, donate_argnums=0, out_shardings=replicated)
@@ -149,11 +150,17 @@ class Runner:
             self.journal.ordered(order)
 
     def warm_up(self, steps: Iterable[StepPlan]) -> None:
-        """Run steps that write to page 0 only, so that their programs are compiled."""
+        """Compile the programs of steps that write to page 0 only, and run them: on one process's CPU only the first of
+        each kind, because a long prompt takes seconds there and a compiled program is ready without.
+        """
         self._write_slot_row(NO_SLOT, History([0], []), _IDLE.sampling)
         self._write_slot_masks({})
-        running = None
-        for step in steps if jax.process_count() > 1 else self._compiled(steps):
+        alone = jax.process_count() == 1
+        running, ran = None, set()
+        for step in self._compiled(steps) if alone else steps:
+            if type(step) in ran and alone and jax.default_backend() == "cpu":
+                continue
+            ran.add(type(step))
             following = self.dispatch(step)  # while the one before runs
             if running is not None:
                 running.read()
@@ -207,7 +214,10 @@ class Runner:
 
     def _dispatch_prefill(self, step: PrefillStep) -> RunningStep:
         program, arguments = self._call(step)
-        self.pool, picked, told = program(*arguments)
+        self.pool, logits, told = program(*arguments)
+        position = np.array([step.start + len(step.token_ids)], np.int32)
+        rows = sampling_rows([step.row], 1)
+        picked = self._first_token(logits, position, self._progress, self._tables, rows)
         return RunningStep(step, picked, told, self.journal)
 
     def _dispatch_decode(self, step: DecodeStep) -> RunningStep:
@@ -217,19 +227,20 @@ class Runner:
 
     def _call(self, step: StepPlan) -> tuple[Any, tuple[Any, ...]]:
         """The jitted function of a step and its arguments, padded to the step's bucket."""
-        state = (self._leaves, self.pool, self._progress, self._tables)
         count = len(step.token_ids)
         if isinstance(step, PrefillStep):
             tokens = pick(count, self.buckets.prefill_tokens)
             token_ids, targets = np.zeros((1, tokens), np.int32), np.zeros(tokens, np.int32)
             token_ids[0, :count] = step.token_ids
             targets[: len(step.targets)] = step.targets
-            chunk = (token_ids, targets, np.int32(step.start), np.int32(count), np.bool_(bool(step.targets)))
-            return self._prefill, (*state, *chunk, self._page_table([step.row], 1), sampling_rows([step.row], 1))
+            chunk = (token_ids, targets, np.int32(step.start), np.int32(count))
+            wants = np.bool_(bool(step.targets)), np.bool_(bool(step.row.top))
+            return self._prefill, (self._leaves, self.pool, *chunk, *wants, self._page_table([step.row], 1))
         rows = pick(count, self.buckets.decode_rows)
         token_ids, positions = np.zeros((rows, 1), np.int32), np.zeros((rows, 1), np.int32)
         token_ids[:count, 0] = step.token_ids
         positions[:count, 0] = step.positions
+        state = (self._leaves, self.pool, self._progress, self._tables)
         paged = (token_ids, positions, self._page_table(step.rows, rows))
         return self._decode, (*state, *paged, sampling_rows(step.rows, rows))
 

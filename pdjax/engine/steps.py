@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pdjax.engine.plan import ON_DEVICE
 from pdjax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from pdjax.engine.sampling import PENALIZED, TOP, Picked, SamplingRows, sample
+from pdjax.engine.sampling import PENALIZED, Picked, SamplingRows, sample
 from pdjax.engine.slots import OUTPUT, Progress, Tables
 from pdjax.layers.attention import PagedBatch
 from pdjax.layers.attention_backend import AttentionBackend
@@ -28,34 +28,42 @@ class Steps:
         self,
         leaves: list[jax.Array],
         pool: jax.Array,
-        progress: Progress,
-        tables: Tables,
         token_ids: jax.Array,  # [1, T]
         targets: jax.Array,  # [T]
         start: jax.Array,
         count: jax.Array,
         want_targets: jax.Array,  # bool
+        want_top: jax.Array,  # bool
         page_table: jax.Array,  # [1, W]
-        sampling: SamplingRows,
-    ) -> tuple[jax.Array, Picked, PromptLogprobs]:
-        """One chunk of one prompt; returns the pool, the token after it and what is known of the targets."""
+    ) -> tuple[jax.Array, jax.Array, PromptLogprobs]:
+        """One chunk of one prompt; returns the pool, the logits [1, vocab] after it, what is known of the targets."""
         offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]  # [1, T]
         batch = PagedBatch(page_table, start + offsets, offsets < count)
         module = self._model.merge(leaves)
         hidden, pool = module(token_ids, batch.positions, pool, self._attend(batch, self._attention.prefill))
         last = jnp.take(hidden, count - 1, axis=1)  # [1, hidden]
-        with jax.named_scope("sample"):
-            picked = sample(module.logits(last), sampling, (start + count)[None], progress, tables)
         with jax.named_scope("prompt_logprobs"):
             told = prompt_logprobs(
                 hidden[0],
                 targets,
                 wanted=want_targets,
-                top=sampling.any(TOP),
+                top=want_top,
                 logits=module.logits,
-                vocab=progress.seen.shape[1],
+                vocab=self._model.config.vocab_size,
             )
-        return pool, picked, told
+        return pool, module.logits(last), told
+
+    def first_token(
+        self,
+        logits: jax.Array,  # [1, vocab]
+        positions: jax.Array,  # [1], the token's own
+        progress: Progress,
+        tables: Tables,
+        sampling: SamplingRows,
+    ) -> Picked:
+        """The token after a prompt. A program of its own, since it is the same for every length of chunk."""
+        with jax.named_scope("sample"):
+            return sample(logits, sampling, positions, progress, tables)
 
     def decode(
         self,
