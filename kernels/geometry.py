@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental.pallas import triton as pltriton
 
 Implementation = Literal["auto", "plain", "native", "pallas", "pallas_triton", "pallas_interpret"]
 Ref = Any  # Pallas has no public type for the references that a kernel's body gets
@@ -150,7 +149,11 @@ def pallas_options(implementation: str) -> dict[str, Any]:
     """The keyword arguments of `pl.pallas_call` that choose its compiler; Mosaic GPU is its default on CUDA."""
     if implementation == "pallas_interpret":
         return {"interpret": True}
-    return {"compiler_params": pltriton.CompilerParams()} if implementation == "pallas_triton" else {}
+    if implementation != "pallas_triton":
+        return {}
+    from jax.experimental.pallas import triton  # not at the top: a start without a GPU need not wait for it
+
+    return {"compiler_params": triton.CompilerParams()}
 
 
 def on_host(origin: Origin) -> Origin:

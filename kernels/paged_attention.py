@@ -18,7 +18,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from pdjax.kernels import hopper
 from pdjax.kernels.geometry import Implementation, Ref, check_implementation, pallas_options
 
 _NEVER = -1e30  # a score that no softmax sees, and whose difference to itself is still a number
@@ -227,6 +226,8 @@ def _decode_hopper(
     dtype: jnp.dtype,
     splits: int,
 ) -> jax.Array:
+    from pdjax.kernels import hopper  # not at the top: a start without a GPU need not wait for Mosaic
+
     batch, heads, head_dim = q.shape
     kv_heads, page_size = pool.shape[2], pool.shape[4]
     group = heads // kv_heads
