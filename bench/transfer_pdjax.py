@@ -69,13 +69,16 @@ class Pdjax:
             slot = number % _SLOTS
             while not (free[slot] and credits[slot]):
                 self._take(free, credits, under_way)
-            ids = np.zeros(self._slot_pages, np.int32)
-            ids[: len(pages)] = pages
-            staged = gather_pages(self._pool, ids, len(pages), self._slots[slot], heads=self._work.heads)
-            self._slots[slot] = jax.block_until_ready(staged)
             free[slot] = credits[slot] = False
-            nbytes = len(pages) * self._page_bytes
-            under_way[self._write(_SOURCE + slot, slot * self._slot_bytes, nbytes, bytes([number, slot]))] = slot
+            notice = bytes([number, slot])
+            with self._backend.mapped("peer", _RING) as ring:
+                if ring is not None:
+                    whole = {"heads": range(self._work.heads), "layers": range(LAYERS)}
+                    native.gather_to(ring + slot * self._slot_bytes, self._pool, np.array(pages, np.int32), **whole)
+                    under_way[self._write(_SOURCE, 0, 0, notice)] = slot
+                    continue
+            nbytes = self._gather(slot, pages)
+            under_way[self._write(_SOURCE + slot, slot * self._slot_bytes, nbytes, notice)] = slot
         while not (all(free) and all(credits)):
             self._take(free, credits, under_way)
 
@@ -106,6 +109,14 @@ class Pdjax:
         self._slots = [jax.device_put(ring[slot]) for slot in range(_SLOTS)]
         self._credits = np.zeros(4096, np.uint8)
         self._backend.register(_SOURCE, self._credits.ctypes.data, self._credits.nbytes)
+
+    def _gather(self, slot: int, pages: list[int]) -> int:
+        """Fill a source slot. Returns its bytes."""
+        ids = np.zeros(self._slot_pages, np.int32)
+        ids[: len(pages)] = pages
+        staged = gather_pages(self._pool, ids, len(pages), self._slots[slot], heads=self._work.heads)
+        self._slots[slot] = jax.block_until_ready(staged)
+        return len(pages) * self._page_bytes
 
     def _write(self, region: int, peer_offset: int, nbytes: int, notice: bytes) -> int:
         self._writes += 1

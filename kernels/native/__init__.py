@@ -6,6 +6,7 @@
 | `attention` | queries over pages [L, P, H, 2, S, D] |
 | `gather`    | pages into a staging slot, in place   |
 | `scatter`   | a staging slot into pages, in place   |
+| `gather_to` | pages to an address, outside of JAX   |
 
 docs/performance.md has the figures. `load` compiles the sources that lie here with the machine's C++ compiler, once,
 into a folder, and registers them with JAX as FFI targets. They run inside the compiled step, on XLA's threads. Without
@@ -18,6 +19,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -27,6 +29,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 _SOURCES = ("product.cc", "attention.cc", "repack.cc")
 _HEADERS = ("common.h",)
@@ -127,6 +130,48 @@ def scatter(
     shape = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
     call = jax.ffi.ffi_call("pdjax_scatter", shape, input_output_aliases={0: 0})
     return call(pool, page_ids, origin, staging, heads=heads, layers=layers)
+
+
+def gather_to(address: int, shard: jax.Array, page_ids: np.ndarray, *, heads: range, layers: range) -> int:
+    """Copy pages of some heads and layers of a pool to memory that JAX does not know, and return when they are there.
+
+    The calling thread copies, without the interpreter lock. Needs `load` to have returned True, but works on any number
+    of devices: it is not part of a compiled program.
+
+    Args:
+        address: of writable memory that holds them as [head, page, layer, K|V, slot in page, head_dim].
+        shard: one device's words [layer, page, head, 1 or 2, slot in page, head_dim]. Waits until they are computed;
+            no program may write into these pages meanwhile.
+        page_ids: int32 [pages].
+
+    Returns:
+        The number of bytes.
+
+    Raises:
+        ValueError: pages, heads or layers that the pool does not have; nothing was copied.
+    """
+    shape = jax.block_until_ready(shard).shape
+    page_ids = np.ascontiguousarray(page_ids, np.int32)
+    if page_ids.size and not (page_ids.min() >= 0 and page_ids.max() < shape[1]):
+        raise ValueError(f"page_ids are {page_ids.tolist()}; the pool has pages 0 to {shape[1] - 1}")
+    for name, asked, has in (("heads", heads, shape[2]), ("layers", layers, shape[0])):
+        if asked.step != 1 or asked.start < 0 or asked.stop > has:
+            raise ValueError(f"{name} {asked} asked for; the pool has 0 to {has - 1}")
+    run_bytes = math.prod(shape[3:]) * shard.dtype.itemsize
+    origin = (len(page_ids), heads.start, len(heads), layers.start, len(layers))
+    _loaded[0].pdjax_gather_to(
+        ctypes.c_void_p(shard.unsafe_buffer_pointer()),
+        (ctypes.c_int64 * 3)(shape[1], shape[2], run_bytes),
+        page_ids.ctypes.data_as(ctypes.c_void_p),
+        (ctypes.c_int64 * 5)(*origin),
+        ctypes.c_void_p(address),
+    )
+    return len(page_ids) * len(heads) * len(layers) * run_bytes
+
+
+def is_loaded() -> bool:
+    """Whether `gather_to` may be called."""
+    return bool(_loaded)
 
 
 def _compiled(folder: Path) -> Path:

@@ -9,6 +9,7 @@ before its deadline, or shortly after it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -115,6 +116,11 @@ class TransferBackend(Protocol):
 
     def write(self, write: Write) -> None:
         """Start a write. Its end comes as an event, failures included."""
+        ...
+
+    def mapped(self, peer: str, region: int) -> AbstractContextManager[int | None]:
+        """Where a peer's region lies in this process, or None. The address is good within the context, also if the peer
+        is lost meanwhile. Whoever has filled a range of it tells the peer by a `write` of no bytes."""
         ...
 
     def drain(self, id: int) -> None:

@@ -103,14 +103,35 @@ def test_some_layers_move_to_and_from_anywhere_in_staging(implementation: Implem
 
 
 @pytest.mark.parametrize("planes", [1, 2])
-def test_large_blocks_of_a_latent_or_of_keys_and_values_move_past_the_caches(planes: int) -> None:
-    words = np.random.default_rng(0).integers(0, 1 << 16, (8, 70, 2, planes, 64, 64)).astype("uint16")
+@pytest.mark.parametrize("head_dim", [64, 96])
+def test_large_blocks_of_a_latent_or_of_keys_and_values_move_past_the_caches(planes: int, head_dim: int) -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 16, (8, 70, 2, planes, 64, head_dim)).astype("uint16")
     page_ids = pick_pages(70, 69)
+    pool = jnp.array(words)
     staging = jnp.zeros(words[:, 1:].size, "uint16")
-    staging = gather_pages(jnp.array(words), page_ids, 69, staging, implementation="native")
+    staging = gather_pages(pool, page_ids, 69, staging, implementation="native")
     np.testing.assert_array_equal(staging, expected_words(words, page_ids, 0, 2))
-    pool = scatter_pages(jnp.zeros(words.shape, "uint16"), staging, page_ids, 69, implementation="native")
-    np.testing.assert_array_equal(pool[:, 1:], words[:, 1:])
+    back = scatter_pages(jnp.zeros(words.shape, "uint16"), staging, page_ids, 69, implementation="native")
+    np.testing.assert_array_equal(back[:, 1:], words[:, 1:])
+
+
+@pytest.mark.parametrize("offset", [0, 64, 4032, 2048, 8])
+def test_a_gather_to_an_address_fills_exactly_its_range_wherever_it_lies(offset: int) -> None:
+    words = np.random.default_rng(0).integers(0, 1 << 16, (4, 40, 6, 2, 32, 64)).astype("uint16")
+    page_ids, pool = pick_pages(40, 39), jnp.array(words)
+    expected = expected_words(words[1:3], page_ids, 2, 3)
+    memory = np.full(expected.size + 8192, 7, "uint16")
+    start = (-memory.ctypes.data % 4096 + offset) // 2
+    place = {"heads": range(2, 5), "layers": range(1, 3)}
+    assert native.gather_to(memory[start:].ctypes.data, pool, page_ids, **place) == expected.nbytes
+    end = start + expected.size
+    np.testing.assert_array_equal(memory[start:end], expected)
+    assert (memory[:start] == 7).all() and (memory[end:] == 7).all()
+    for wrong in ({"heads": range(2, 7)}, {"layers": range(-1, 3)}):
+        with pytest.raises(ValueError, match="the pool has"):
+            native.gather_to(memory.ctypes.data, pool, page_ids, **(place | wrong))
+    with pytest.raises(ValueError, match="pages 0 to 39"):
+        native.gather_to(memory.ctypes.data, pool, np.array([40]), **place)
 
 
 @settings(max_examples=12, deadline=None)

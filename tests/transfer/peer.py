@@ -10,6 +10,7 @@ import resource
 import sys
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,8 @@ memory: Any = (ctypes.c_uint8 * size).from_address(address)
 ring = np.frombuffer(memory, np.uint8)
 source = np.zeros(size, np.uint8)
 backend.register(2, source.ctypes.data, size)
+held: int | None = None
+holding: AbstractContextManager[int | None] = nullcontext()
 say(pid=os.getpid())
 for text in sys.stdin:
     command = json.loads(text)
@@ -140,6 +143,17 @@ for text in sys.stdin:
         case "quiet":
             quiet = command["quiet"]
             say(answer="quiet", heard=len(heard))
+        case "hold":  # memory of a peer, until it is let go
+            holding = backend.mapped(command["peer"], command.get("peer_region", 1))
+            held = holding.__enter__()
+            say(answer="hold", mapped=held is not None)
+        case "store":
+            assert held is not None
+            ctypes.memmove(held + command["peer_offset"], source[command["offset"] :].ctypes.data, command["nbytes"])
+            say(answer="store")
+        case "let_go":
+            holding.__exit__(None, None, None)
+            say(answer="let_go")
         case "drain":
             backend.drain(command["id"])
         case "usage":

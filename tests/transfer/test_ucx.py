@@ -29,6 +29,45 @@ def test_the_death_of_a_peer_is_told_without_any_write(start: Callable[..., Job]
     source.event("lost", peer="target", timeout=5)
 
 
+def test_what_is_stored_in_mapped_memory_is_there_when_a_write_of_no_bytes_tells_of_it(
+    start: Callable[..., Job],
+) -> None:
+    source, target = start("mapped", SMALL), start("mapped", SMALL)
+    connect(source, target)
+    sent = source.ask("fill", seed=3, offset=64, nbytes=5000)["digest"]
+    assert (
+        not source.ask("hold", peer="nobody")["mapped"]
+        and not source.ask("hold", peer="target", peer_region=9)["mapped"]
+    )
+    assert source.ask("hold", peer="target")["mapped"]
+    source.ask("store", offset=64, peer_offset=100, nbytes=5000)
+    source.do("write", id=1, peer="target", offset=0, peer_offset=0, nbytes=0, notice="#100,5000")
+    assert target.event("landed")["digest"] == sent
+    source.event("done", id=1)
+    source.ask("let_go")
+    over_the_network = start("put", SMALL)
+    connect(over_the_network, target)
+    assert not over_the_network.ask("hold", peer="target")["mapped"]
+
+
+@pytest.mark.parametrize("how", ["killed", "disconnected"])
+def test_mapped_memory_stays_until_it_is_let_go_though_its_peer_is_gone(start: Callable[..., Job], how: str) -> None:
+    source, target = start("mapped", SMALL), start("mapped", SMALL)
+    connect(source, target)
+    assert source.ask("hold", peer="target")["mapped"]
+    if how == "killed":
+        target.kill()
+        source.event("lost", peer="target")
+    else:
+        source.do("disconnect", peer="target")
+    source.ask("store", offset=0, peer_offset=0, nbytes=5000)
+    source.do("write", id=1, peer="target", offset=0, peer_offset=0, nbytes=0, notice="n")
+    assert "no peer named 'target'" in source.event("write_failed", id=1)["cause"]
+    source.ask("store", offset=0, peer_offset=0, nbytes=5000)
+    source.ask("let_go")
+    assert not source.ask("hold", peer="target")["mapped"]
+
+
 def test_a_drain_ends_also_while_others_write_and_after_a_peers_death(start: Callable[..., Job]) -> None:
     target, dying, busy = start("put"), start("put"), start("put")
     connect(dying, target)

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import addressof, c_char
 from dataclasses import dataclass
 
@@ -124,6 +125,10 @@ class CourierBackend:
     def write(self, write: Write) -> None:
         """Start a write; its end is an event."""
         self._commands.post(lambda: self._start(write))
+
+    def mapped(self, peer: str, region: int) -> AbstractContextManager[int | None]:
+        """Nowhere: see `TransferBackend`."""
+        return nullcontext()
 
     def drain(self, id: int) -> None:
         """Report `Drained` once nothing of peers that are gone can land any more."""

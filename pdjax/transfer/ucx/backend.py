@@ -10,6 +10,7 @@ import time
 import traceback
 from collections import deque
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from pdjax.transfer.backend import BackendOptions, Drained, EventSink, Notice, TransferError, Write, WriteFailed
@@ -107,6 +108,10 @@ class UcxBackend:
     def write(self, write: Write) -> None:
         """Start a write; its end is an event."""
         self._commands.post(lambda: self._start(write))
+
+    def mapped(self, peer: str, region: int) -> AbstractContextManager[int | None]:
+        """Where a peer's region lies in this process, within the context: see `TransferBackend`."""
+        return self._paths.mapped(peer, region)
 
     def drain(self, id: int) -> None:
         """Report `Drained` once nothing is left to receive from peers that are gone."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from pdjax.transfer.backend import EventSink, PeerLost, TransferError, Write, WriteDone, WriteFailed
@@ -59,6 +61,19 @@ class Paths:
         if peer is None:
             return "not connected"
         return f"mapped, notices by {peer.lanes}" if peer.mapped else peer.lanes
+
+    @contextmanager
+    def mapped(self, name: str, region: int) -> Iterator[int | None]:
+        """Where a peer's region is mapped, or None. May be called from any thread; one of them at a time gets it."""
+        peer = self._peers.get(name)
+        target = peer.targets.get(region) if peer is not None else None
+        if peer is None or target is None or target.mapped is None or not peer.in_use.acquire(blocking=False):
+            yield None
+            return
+        try:
+            yield target.mapped
+        finally:
+            peer.in_use.release()
 
     def start(self, write: Write) -> None:
         """Queue a write, or fail it at once."""
@@ -161,7 +176,8 @@ class Paths:
             self._leaving.remove(leaving)
             self._leaving.append(self._force(leaving.peer, leaving.requests))
             return True
-        if leaving.forced and not leaving.requests:
+        # Never released: nobody gets the memory of this peer any more.
+        if leaving.forced and not leaving.requests and leaving.peer.in_use.acquire(blocking=False):
             self._leaving.remove(leaving)
             for target in leaving.peer.targets.values():
                 self._worker.release_key(target.rkey)

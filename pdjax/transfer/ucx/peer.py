@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -53,6 +54,7 @@ class Peer:
     targets: dict[int, Target]
     queued: deque[Write] = field(default_factory=deque)
     open: list[OpenWrite] = field(default_factory=list)
+    in_use: threading.Lock = field(default_factory=threading.Lock)  # held by whoever writes into what is mapped
 
     @property
     def writes(self) -> list[Write]:
