@@ -23,6 +23,7 @@ from pdjax.wire import SamplingParams
 MAX_BANNED = 64  # tokens that a row may exclude before `min_new_tokens`
 MAX_TOP = 20  # best tokens that can be told at a position
 DRAW_BLOCK = 128  # tokens; a power of two
+SORTED_FEW = 64  # a top_k up to this is found by sorting
 
 PENALIZED, BIASED, BANNED, MASKED, TOP = 1, 2, 4, 8, 16  # what a row asks for
 
@@ -279,7 +280,7 @@ def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
     """Cut what top_k, top_p and min_p exclude, in that order, to -inf.
 
     Thresholds are found by bisection, because sorting a vocabulary a row costs milliseconds on CPU and one bisection
-    step costs microseconds.
+    step costs microseconds; those of a small top_k by sorting so many (8 rows of 49,152: 1.4 ms against 12).
     """
     scaled = lax.cond(jnp.any(rows.top_k > 0), lambda: _keep_best(scaled, rows.top_k), lambda: scaled)
     probabilities = jax.nn.softmax(scaled, axis=-1)
@@ -293,13 +294,23 @@ def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
 
 
 def _keep_best(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
-    best = jnp.max(scaled, axis=-1, keepdims=True)
-    wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])[:, None]
-    # The cut keeps every value above `low`: the largest threshold under which at least `wanted` values remain.
-    # What is excluded already has no part in the search: between -inf and a number there is no middle.
-    least = jnp.min(jnp.where(scaled > -jnp.inf, scaled, best), axis=-1, keepdims=True)
-    low = _bisect(least - 1, best, lambda cut: _count(scaled > cut) >= wanted)
-    return jnp.where(scaled > low, scaled, -jnp.inf)
+    """Cut to -inf what is less than the top_k-th best of its row. A row with a top_k of 0 keeps everything."""
+    sorted_few = min(SORTED_FEW, scaled.shape[-1])
+
+    def few() -> jax.Array:
+        best = lax.top_k(scaled, sorted_few)[0]
+        least = jnp.take_along_axis(best, jnp.maximum(top_k - 1, 0)[:, None], axis=-1)
+        return (scaled >= least) | (top_k == 0)[:, None]
+
+    def many() -> jax.Array:
+        best = jnp.max(scaled, axis=-1, keepdims=True)
+        wanted = jnp.where(top_k > 0, top_k, scaled.shape[-1])[:, None]
+        # The cut keeps every value above `low`: the largest threshold under which at least `wanted` values remain.
+        # What is excluded already has no part in the search: between -inf and a number there is no middle.
+        least = jnp.min(jnp.where(scaled > -jnp.inf, scaled, best), axis=-1, keepdims=True)
+        return scaled > _bisect(least - 1, best, lambda cut: _count(scaled > cut) >= wanted)
+
+    return jnp.where(lax.cond(jnp.all(top_k <= sorted_few), few, many), scaled, -jnp.inf)
 
 
 def _likely(probabilities: jax.Array, top_p: jax.Array) -> jax.Array:

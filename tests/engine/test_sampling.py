@@ -141,7 +141,7 @@ def test_draws_from_a_vocabulary_of_many_blocks_follow_the_probabilities_too() -
 
 
 @pytest.mark.parametrize(
-    "options", [{"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.7, "min_p": 0.02}]
+    "options", [{"top_k": 5}, {"top_k": 70}, {"top_p": 0.6}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.7, "min_p": 0.02}]
 )
 @pytest.mark.parametrize("masked", [False, True])
 def test_what_filters_exclude_is_never_drawn(options: dict[str, Any], masked: bool) -> None:
