@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdjax.cache.prefix import Known
 from pdjax.engine.demand import Demand, fits
 from pdjax.engine.request import Request
 from pdjax.engine.retraction import Retraction
@@ -28,29 +29,34 @@ class Admission:
         self.retraction.grow()
         self.retraction.resume(self._may_return)
 
-    def reserve(self, request: Request) -> bool:
-        """Give a request the pages of its prompt and of its first steps. False: not now."""
+    def reserve(self, request: Request, *, share: bool) -> int | None:
+        """Give a request the pages of its prompt and of its first steps, with `share` what is cached of it first.
+
+        Returns how many pages, from the first on, hold the prompt already; or None: not now.
+        """
         engine = self._engine
         if not engine.has_free_row() or any(out.priority >= request.priority for out in self.retraction.out):
-            return False
+            return None
+        engine.publish_prompts()
         # It begins with one output token, so these are what it needs before it can be put out.
         held = engine.spec.pages(min(request.prompt_tokens + 2, request.max_tokens))
+        cached = request.prompt_tokens // engine.spec.page_size if share else 0
+        known = engine.prefix.known(request.input_ids, cached)
         running, moving = self._inside()
-        if not self._fit(running, [*moving, self._demand(request, held)]):
-            return False
-        grant = engine.prefix.begin(request.rid, request.input_ids, pages=held, cached=0)
-        if grant is None:
-            return False
-        request.pages = grant.pages
-        return True
+        if not self._fit(running, [*moving, self._demand(request, held, known.pages)], known):
+            return None
+        return engine.give_pages(request, held, cached=cached)
 
     def _may_return(self, request: Request) -> bool:
+        engine, held = self._engine, self.retraction.pages_needed(request)
+        known = engine.prefix.known(request.computed_ids, request.next_position // engine.spec.page_size)
         running, moving = self._inside()
-        return self._fit([*running, self._demand(request, self.retraction.pages_needed(request))], moving)
+        return self._fit([*running, self._demand(request, held, known.pages)], moving, known)
 
-    def _fit(self, running: list[Demand], moving: list[Demand]) -> bool:
-        engine = self._engine
-        return fits(engine.allocator.capacity, running=running, moving=moving, locked=engine.prefix.locked_pages)
+    def _fit(self, running: list[Demand], moving: list[Demand], known: Known) -> bool:
+        """Whether one more fits, of which `known` is cached."""
+        pool, locked = self._engine.allocator.capacity, self._engine.prefix.locked_pages + known.idle
+        return fits(pool, running=running, moving=moving, locked=locked)
 
     def _inside(self) -> tuple[list[Demand], list[Demand]]:
         """Of those that have pages: who decodes, and whose prompt is being moved here."""
@@ -58,16 +64,17 @@ class Admission:
         for request in self._engine.requests.values():
             if request.pages:
                 demands = running if request.rid in self._engine.scheduler.running else moving
-                demands.append(self._demand(request, len(request.pages)))
+                shared = self._engine.prefix.shared(request.rid)
+                demands.append(self._demand(request, len(request.pages), shared))
         return running, moving
 
-    def _demand(self, request: Request, held: int) -> Demand:
+    def _demand(self, request: Request, held: int, shared: int) -> Demand:
         engine, generated = self._engine, len(request.output_ids)
         most = engine.spec.pages(request.max_tokens)
         fixed = engine.limits.reserved_decode_tokens
         outputs = generated + fixed if fixed else engine.lengths.expected(generated, request.sampling.max_new_tokens)
         likely = engine.spec.pages(request.prompt_tokens + outputs - 1)
-        return Demand(held=held, shared=0, expected=min(max(likely, held), most), most=most)
+        return Demand(held=held, shared=shared, expected=min(max(likely, held), most), most=most)
 
 
 def _computes_no_prompt(request: Request) -> None:

@@ -154,14 +154,16 @@ class Decode:
         """Give it back."""
         self._ring.free(slot)
 
-    def reserve(self, rid: str) -> bool:
+    def reserve(self, rid: str, *, share: bool) -> int | None:
         """Pages for its prompt and its first steps."""
         engine, request = self._engine, self._engine.requests[rid]
-        if not self._admission.reserve(request):
-            return False
-        self._timelines[rid].reserved = engine.clock()
+        filled = self._admission.reserve(request, share=share)
+        if filled is None:
+            return None
+        timeline = self._timelines[rid]
+        timeline.reserved, timeline.reused_tokens = engine.clock(), filled * engine.spec.page_size
         engine.trace.request("alloc wait", request, request.arrived, engine.clock())
-        return True
+        return filled
 
     def checksum(self, slot: int, nbytes: int) -> int | None:
         """Of a slot."""

@@ -18,6 +18,7 @@ class RoomTimeline:
     transfer_s: float = 0.0
     transfer_bytes: int = 0
     chunks: int = 0
+    reused_tokens: int = 0  # of the prompt, those that were here already
 
     def landed(self, notice: ChunkNotice) -> None:
         """Add a chunk."""
@@ -35,4 +36,5 @@ class RoomTimeline:
             "transfer_s": self.transfer_s,
             "transfer_bytes": self.transfer_bytes,
             "transfer_chunks": self.chunks,
+            "reused_tokens": self.reused_tokens,
         }

@@ -172,26 +172,36 @@ class Engine:
         """Give a request the pages of its prompt, cached ones first. False: there are too few now.
 
         The last prompt token is always computed: the first output token is picked from its logits. `spare` pages
-        remain available. Others' prompts are published before, so that requests that come together share.
+        remain available.
         """
+        self.publish_prompts()
+        page_size = self.spec.page_size
+        pages = self.spec.pages(request.prompt_tokens)
+        cached = (request.prompt_tokens - 1) // page_size if request.use_cache else 0
+        found = self.give_pages(request, pages, cached=cached, spare=spare)
+        if found is None:
+            return False
+        request.computed = request.cached_tokens = found * page_size
+        return True
+
+    def publish_prompts(self) -> None:
+        """Let newcomers use what there is of the prompts of those here: so requests that come together share."""
         for other in self.requests.values():
             if other.pages:
                 self.prefix.publish(other.rid, other.input_ids[: other.computed], other.pages)
-        page_size = self.spec.page_size
-        grant = self.prefix.begin(
-            request.rid,
-            request.input_ids,
-            pages=self.spec.pages(request.prompt_tokens),
-            cached=(request.prompt_tokens - 1) // page_size if request.use_cache else 0,
-            spare=spare,
-        )
+
+    def give_pages(self, request: Request, pages: int, *, cached: int, spare: int = 0) -> int | None:
+        """Give a request its first pages, at most `cached` of them from the prefix cache; `spare` remain available.
+
+        Returns how many are, and so hold its prompt's beginning already, or None: there are too few pages now.
+        """
+        grant = self.prefix.begin(request.rid, request.input_ids, pages=pages, cached=cached, spare=spare)
         if grant is None:
-            return False
-        request.pages, request.computed = grant.pages, grant.cached * page_size
-        request.cached_tokens = request.computed
-        self._counters["cached_tokens"] += request.computed
-        self._counters["cache_hit_requests"] += request.computed > 0
-        return True
+            return None
+        request.pages = grant.pages
+        self._counters["cached_tokens"] += grant.cached * self.spec.page_size
+        self._counters["cache_hit_requests"] += grant.cached > 0
+        return grant.cached
 
     def give_back_pages(self, request: Request) -> None:
         """Take a live request's pages: what it has computed stays in the prefix cache as long as there is room."""

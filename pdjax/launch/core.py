@@ -129,8 +129,7 @@ def make_engine(
         eos_token_ids=core.eos_token_ids,
         emit=emit,
         make_role=make_role,
-        # A decode instance is sent whole prompts, and asks for no less.
-        prefix_cache=config.cache.prefix and role != "decode",
+        prefix_cache=config.cache.prefix,
         grammars=Grammars(
             Path(core.info["model_path"]) / "tokenizer.json",
             vocab=core.runner.vocab,

@@ -45,10 +45,10 @@ class Host:
     def free_slot(self, slot: int) -> None:
         self.slots.append(slot)
 
-    def reserve(self, rid: str) -> bool:
+    def reserve(self, rid: str, *, share: bool) -> int | None:
         if self.pages:
             self.reserved.append(rid)
-        return self.pages
+        return 0 if self.pages else None
 
     def fail(self, rid: str, status: int, reason: str) -> None:
         self.failed[rid] = reason

@@ -6,6 +6,7 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,13 +24,14 @@ ROOM = 0  # as good a number as any
 class World:
     """One room on both sides, one link with a FIFO each way, one data path with a FIFO, all driven by a seed.
 
-    `slots` is the ring of the decode side; `slot_writers` says which write may still land in which slot.
+    `slots` is the ring of the decode side; of its pages, as many as `filled` hold the prompt's beginning already.
     """
 
     seed: int
     prompt_pages: int
     chunk_pages: int
     slots: int = 2
+    filled: int = 0
     damage: float = 0.0  # how likely a chunk is to arrive damaged
     now: float = 0.0
     prefill: PrefillRoom = field(init=False)
@@ -44,6 +46,7 @@ class World:
         self.writes: deque = deque()  # on their way: (chunk, notice)
         self.unreported: deque = deque()  # landed, but the source has not heard of it yet
         self.compute: deque = deque()  # chunks still to compute
+        self.computing = False
         self.planned = 0
         self.free = set(range(self.slots))
         self.wanted: deque = deque()
@@ -51,7 +54,8 @@ class World:
         self.ended = {"prefill": [], "decode": []}
         self.closed = set()
         self.damaged = 0
-        self.pages: list[str] = [""] * self.prompt_pages
+        self.filled = min(self.filled, self.prompt_pages)
+        self.pages = ["filled"] * self.filled + [""] * (self.prompt_pages - self.filled)
 
     def feed_prefill(self, event) -> None:
         for action in self.prefill.handle(event, self.now):
@@ -61,7 +65,8 @@ class World:
                     assert self.link
                     self.to_decode.append(message)
                 case actions.StartPrefill():
-                    firsts = range(0, self.prompt_pages, self.chunk_pages)
+                    firsts = range(self.prefill.first_page, self.prompt_pages, self.chunk_pages)
+                    self.computing = True
                     self.compute.extend((f, min(self.chunk_pages, self.prompt_pages - f)) for f in firsts)
                 case actions.Transfer(chunk, slot, first, pages):
                     self.feed_prefill(prefill_room.WriteStarted(chunk))
@@ -121,7 +126,7 @@ class World:
             possible.append(self._land)
         if self.unreported:
             possible.append(lambda: self.feed_prefill(prefill_room.WriteEnded(self.unreported.popleft())))
-        if self.compute and not self.prefill.state.final:
+        if self.computing and not self.prefill.state.final:
             possible.append(self._compute)
         if self.wanted and (self.free or self.decode.state.final):
             possible.append(self._grant)
@@ -137,11 +142,13 @@ class World:
             self.feed_decode(decode_room.Landed(notice))
 
     def _compute(self) -> None:
-        first, pages = self.compute.popleft()
-        self.feed_prefill(prefill_room.ChunkPlanned(self.planned, first, pages))
-        self.feed_prefill(prefill_room.ChunkComputed(self.planned))
-        self.planned += 1
+        if self.compute:
+            first, pages = self.compute.popleft()
+            self.feed_prefill(prefill_room.ChunkPlanned(self.planned, first, pages))
+            self.feed_prefill(prefill_room.ChunkComputed(self.planned))
+            self.planned += 1
         if not self.compute:
+            self.computing = False
             self.feed_prefill(prefill_room.PromptDone(7, -0.5, 0.0, 0.1))
 
     def _grant(self) -> None:
@@ -154,7 +161,8 @@ class World:
         self.feed_prefill(prefill_room.Requested(self.prompt_pages, digest))
 
     def claim(self, digest: bytes = b"d" * 8) -> None:
-        self.feed_decode(decode_room.Reserved("link", 42, self.prompt_pages, digest, self.prompt_pages))
+        pages = self.prompt_pages
+        self.feed_decode(decode_room.Reserved("link", 42, pages, digest, pages, first_page=self.filled))
 
     def cut(self) -> None:
         self.link = False
@@ -192,7 +200,7 @@ class World:
 
 WORLDS = st.builds(
     World, seed=st.integers(0, 1 << 32), prompt_pages=st.integers(1, 12), chunk_pages=st.integers(1, 5),
-    slots=st.integers(1, 3),
+    slots=st.integers(1, 3), filled=st.integers(0, 14),
 )  # fmt: skip
 
 
@@ -299,6 +307,20 @@ def test_a_notice_that_lies_about_its_pages_fails_the_room_and_writes_nothing() 
     world.run()
     world.check_ended()
     assert not any(world.pages) and "speaks of" in world.ended["decode"][0]
+
+
+def test_a_chunk_for_a_page_that_was_not_asked_for_fails_the_room_and_writes_nothing() -> None:
+    world = World(seed=1, prompt_pages=4, chunk_pages=2, filled=2)
+    world.request()
+    world.claim()
+    while not world.writes:
+        world.random.choice(world.moves())()
+    chunk, notice = world.writes.popleft()
+    world.unreported.append(chunk)
+    world.feed_decode(decode_room.Landed(msgspec.structs.replace(notice, first_page=1)))
+    world.run()
+    world.check_ended()
+    assert world.pages == ["filled", "filled", "", ""] and "of [2, 4)" in world.ended["decode"][0]
 
 
 def test_ends_are_final_and_every_other_state_can_fail() -> None:

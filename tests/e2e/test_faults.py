@@ -186,7 +186,7 @@ def test_a_write_that_lands_after_the_abort_reaches_no_other_request(pair: TinyP
     """The slots of an aborted room are held back, its pages are not: others get them while the write is on its way."""
     held = pair.held()
     pair.hold(3.0)
-    aborted = [pair.room(prompt(120), 3900), pair.room(prompt(120), 3900)]  # most of the pool, with room to grow
+    aborted = [pair.room(prompt(1500)), pair.room(prompt(1500))]  # a third of the pool
     until(lambda: pair.held() >= held + 2, pair.prefill)
     pair.hold(0)
     status, _ = post(f"{pair.decode.url}/abort_request", {"abort_all": True})

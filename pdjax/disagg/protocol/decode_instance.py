@@ -24,6 +24,7 @@ class _Job:
     ask: DecodeAsk
     room: DecodeRoom
     has_pages: bool = False
+    first_page: int = 0  # of its prompt's pages, the first that is not filled already
     met: float = 0.0
     held: list[int] = field(default_factory=list)
 
@@ -86,10 +87,12 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
                 self._feed(room, decode_room.Tick(), now)
         while self._turns:
             job = self._turns.first
-            if not self._host.reserve(job.ask.rid):
+            # A room that was claimed before has asked for all of its pages.
+            filled = self._host.reserve(job.ask.rid, share=self._early)
+            if filled is None:
                 break
             self._turns.discard(job.ask.rid)
-            job.has_pages = True
+            job.has_pages, job.first_page = True, filled
             self._reserved(job, now)
         if self._pulse.due is not None and now >= self._pulse.due:
             self._beat(now)
@@ -222,7 +225,13 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         if len(link.rooms) == 1:
             self._pulse.busy(name, now)
         claim = decode_room.Reserved(
-            name, generation, ask.prompt_tokens, ask.prompt_digest, ask.pages, has_pages=job.has_pages
+            name,
+            generation,
+            ask.prompt_tokens,
+            ask.prompt_digest,
+            ask.pages,
+            has_pages=job.has_pages,
+            first_page=job.first_page,
         )
         self._feed(job.room, claim, now)
 

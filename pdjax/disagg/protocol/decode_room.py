@@ -29,6 +29,7 @@ class Reserved(msgspec.Struct, frozen=True, gc=False):
     prompt_digest: bytes
     pages: int  # that hold the prompt
     has_pages: bool = True
+    first_page: int = 0  # of these, the first that is not filled already
 
 
 class PagesFound(msgspec.Struct, frozen=True, gc=False):
@@ -119,9 +120,10 @@ class DecodeRoom:
     waits_for: str = ""
     has_pages: bool = True
     _pages: int = 0
+    _first_page: int = 0
     _granted: dict[int, int] = field(default_factory=dict)  # chunk -> slot that may still be written to
     _landed: dict[int, int] = field(default_factory=dict)  # chunk -> slot that waits for its scatter
-    _covered: set[int] = field(default_factory=set)  # pages that have been scattered
+    _covered: set[int] = field(default_factory=set)  # pages that hold their part of the prompt
     _pages_of: dict[int, range] = field(default_factory=dict)
     _damaged: Counter[int] = field(default_factory=Counter)  # chunk -> how often it did not verify
     _scattered: int = 0
@@ -157,11 +159,14 @@ class DecodeRoom:
                 return []
             case Reserved() if not self.state.final:
                 self.link, self.generation, self._pages = event.link, event.generation, event.pages
+                self._first_page, self._covered = event.first_page, set(range(event.first_page))
                 self._prompt_tokens = event.prompt_tokens
                 self.waits_for, self.has_pages = "", event.has_pages
                 self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
                 self.deadline = now + self.timeouts.waiting
-                claim = wire.Claim(self.room, event.generation, event.prompt_tokens, event.prompt_digest)
+                claim = wire.Claim(
+                    self.room, event.generation, event.prompt_tokens, event.prompt_digest, event.first_page
+                )
                 return [Send(event.link, claim)]
             case PagesFound() if not self.state.final:
                 self.has_pages, self.waits_for = True, ""
@@ -206,6 +211,8 @@ class DecodeRoom:
                 return self._check_prompt(now)
             case wire.Handoff() if not self.state.final and self._handoff is None:
                 self._handoff = message
+                if not message.chunks and self.state is RoomState.WAITING_FOR_INPUT:  # all of it was here
+                    self.state = advance(self.state, RoomState.TRANSFERRING)
                 if self.has_pages:
                     self.deadline = now + self.timeouts.transfer
                 else:
@@ -236,11 +243,15 @@ class DecodeRoom:
         if self.state.final:
             return [FreeSlot(slot), *self._close_when_dry()]
         end = notice.first_page + notice.pages
-        fits = 0 <= notice.first_page < end <= self._pages and notice.nbytes == notice.pages * self.page_bytes
+        # Pages before the first that was asked for may be others', too, and are never written.
+        fits = (
+            self._first_page <= notice.first_page < end <= self._pages
+            and notice.nbytes == notice.pages * self.page_bytes
+        )
         if not fits:
             reason = (
                 f"chunk {notice.chunk} of room {self.room} speaks of {notice.nbytes} bytes for pages "
-                f"[{notice.first_page}, {end}) of {self._pages} with {self.page_bytes} bytes each"
+                f"[{notice.first_page}, {end}) of [{self._first_page}, {self._pages}) with {self.page_bytes} bytes each"
             )
             return [FreeSlot(slot), *self._give_up(502, reason, now)]
         self._landed[notice.chunk] = slot

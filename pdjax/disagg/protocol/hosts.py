@@ -91,8 +91,9 @@ class DecodeHost(Host, Protocol):
         """A random number of 63 bits."""
         ...
 
-    def reserve(self, rid: str) -> bool:
-        """Give a request the pages it may need. False: there are too few now."""
+    def reserve(self, rid: str, *, share: bool) -> int | None:
+        """Give a request the pages of its prompt. Returns how many of them, from the first on, hold it already; or
+        None: there is no room now. Without `share` none may."""
         ...
 
     def checksum(self, slot: int, nbytes: int) -> int | None:

@@ -13,7 +13,7 @@ import msgspec
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.topology import Rank, Topology, incomplete
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
 EARLY, PREFILL_COMPLETE = "early", "prefill_complete"
 
@@ -26,10 +26,14 @@ class Message(msgspec.Struct, frozen=True, tag_field="type"):
 
 
 class Claim(Message, frozen=True, tag="claim"):
-    """Decode to prefill: the room is mine, my pages are reserved. The digest shows that both have the same prompt."""
+    """Decode to prefill: the room is mine, my pages are reserved. The digest shows that both have the same prompt.
+
+    `first_page` is the first page of the prompt that is wanted: the decode side has those before it.
+    """
 
     prompt_tokens: int
     prompt_digest: bytes
+    first_page: int = 0
 
 
 class SlotRequest(Message, frozen=True, tag="slot_request"):

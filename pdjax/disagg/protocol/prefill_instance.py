@@ -254,7 +254,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         assert room.link is not None, "only a claimed room is prefilled"
         slot_pages = min(self._peers[room.link].registration.slot_pages, self._registration.slot_pages)
         job.planned = []
-        for first in range(first_page, end_page, slot_pages):
+        for first in range(max(first_page, room.first_page), end_page, slot_pages):
             job.planned.append(job.chunks)
             planned = prefill_room.ChunkPlanned(job.chunks, first, min(slot_pages, end_page - first))
             job.chunks += 1

@@ -165,6 +165,11 @@ class PrefillRoom:
         return self._requested.prompt_digest
 
     @property
+    def first_page(self) -> int:
+        """The first page that the decode side wants."""
+        return self._claim.first_page if self._claim is not None else 0
+
+    @property
     def prompt_done(self) -> bool:
         """Whether the prompt is computed."""
         return self._prompt_done
@@ -185,6 +190,8 @@ class PrefillRoom:
                 return self._transfer(chunk, now)
             case PromptDone() if not self.state.final:
                 self._prompt_done = True
+                if not self._chunks:  # the decode side has all of it
+                    self.state = advance(self.state, RoomState.TRANSFERRING)
                 self._expect(now, self.timeouts.transfer + self.hold)
                 return self._hand_over(event)
             case WriteStarted(chunk):

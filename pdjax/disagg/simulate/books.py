@@ -12,7 +12,7 @@ class Violation(AssertionError):
 
 
 class Pages:
-    """A pool: each page is free or owned by one request."""
+    """A prefill instance's pool: each page is free or owned by one request."""
 
     def __init__(self, name: str, count: int) -> None:
         self.name = name

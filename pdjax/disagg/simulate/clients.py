@@ -18,6 +18,9 @@ from pdjax.disagg.simulate.world import World
 if TYPE_CHECKING:
     from collections import Counter
 
+TEXTS = 4  # that several requests begin with
+MOST_PAGES = 16  # more than a prompt has
+
 # A reason that a client is told must be true: each goes with what must have happened.
 SELF_MADE, CONTEST, LINK, DAMAGE, WRITE, WAIT = "abort", "contest", "link", "damage", "write", "wait"
 REASONS = (
@@ -59,6 +62,8 @@ class Room:
     growth: int
     generates: float
     priority: int = 0
+    text: int = 0  # requests of one text begin alike, for `common` pages
+    common: int = 0
     contested: bool = False
     aborted: bool = False
     halves: int = 2  # 1: only one of them is ever sent
@@ -70,6 +75,12 @@ class Room:
     answered: bool = False
     prefill_end: str | None = None  # empty: served
     decode_end: str | None = None
+
+    @property
+    def tokens(self) -> list[int]:
+        """The prompt, one token a page: those that requests share, and its own."""
+        own = int.from_bytes(self.digest, "big") + TEXTS
+        return [(self.text if page < self.common else own) * MOST_PAGES + page for page in range(self.pages)]
 
 
 class Clients:
@@ -130,6 +141,8 @@ class Clients:
             priority=draw.choice((0, 0, 0, 0, 1)),
             final=plain,
         )
+        if draw.random() < 0.5:
+            room.text, room.common = draw.randrange(TEXTS), draw.randrange(pages + 1)
         kind = draw.random() if not plain else 1.0
         if kind < 0.02 and not self.calm:
             room.halves = 1
@@ -166,16 +179,19 @@ class Clients:
         """Another request under the same number, at other instances as it may be."""
         self.rooms += 1
         draw = self.random
+        same = draw.random() < 0.5
         twin = Room(
             id=self.rooms,
             number=room.number,
-            digest=room.digest if draw.random() < 0.5 else self.rooms.to_bytes(8, "big"),
+            digest=room.digest if same else self.rooms.to_bytes(8, "big"),
             prefill=room.prefill,
             decode=draw.randrange(len(self.decodes)),
             pages=room.pages,
             cached_pages=0,
             growth=0,
             generates=0.1,
+            text=room.text if same else 0,
+            common=room.common if same else 0,
             contested=True,
             halves=draw.choice((1, 2)),
         )

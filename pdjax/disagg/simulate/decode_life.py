@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pdjax.cache.allocator import PageAllocator
+from pdjax.cache.prefix import Grant, PrefixCache
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
-from pdjax.disagg.simulate.books import Pages, Violation
+from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.life import RIGHT, WRONG, Life
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
 from pdjax.disagg.simulate.world import Link, World
@@ -24,9 +26,11 @@ class DecodeLife(Life):
     def __init__(self, world: World, clients: Clients, index: int, life: int, settings: Settings, policy: str) -> None:
         super().__init__(world, clients, index, life, settings, policy)
         self.machine = DecodeInstance(self, registration=self.registration, timeouts=TIMEOUTS)
-        self.pages = Pages(self.name, settings.decode_pages)
+        self.pages = PageAllocator(settings.decode_pages + 1)
+        self.prefix = PrefixCache(self.pages, page_size=1, enabled=True)
         self.asked: set[str] = set()  # links that were asked for and have not come up
-        self._content: dict[str, dict[int, object]] = {}  # what a request's pages hold
+        self._granted: dict[str, Grant] = {}  # by request
+        self._content: dict[int, int] = {}  # the token that each page of the pool holds
         self._decoding: set[str] = set()
 
     def submit(self, room: Room, rid: str) -> None:
@@ -40,10 +44,9 @@ class DecodeLife(Life):
     def cancel(self, rid: str, reason: str) -> None:
         """A client goes."""
         if self.rooms.pop(rid, None) is not None:
+            decoding = rid in self._decoding
             self._forget(rid)
-            if rid in self._decoding:
-                self._decoding.discard(rid)
-            else:
+            if not decoding:
                 self.machine.cancel(rid, reason, self.now)
 
     def link_up(self, link: Link, hello: bytes) -> None:
@@ -93,13 +96,15 @@ class DecodeLife(Life):
         """See `DecodeHost`."""
         return self.world.random.getrandbits(63)
 
-    def reserve(self, rid: str) -> bool:
+    def reserve(self, rid: str, *, share: bool) -> int | None:
         """See `DecodeHost`."""
         room = self.rooms[rid]
-        if self.pages.take(rid, room.pages + room.growth) is None:
-            return False
-        self._content[rid] = {}
-        return True
+        cached = room.pages if share else 0
+        grant = self.prefix.begin(rid, room.tokens, pages=room.pages + room.growth, cached=cached)
+        if grant is None:
+            return None
+        self._granted[rid] = grant
+        return grant.cached
 
     def checksum(self, slot: int, nbytes: int) -> int | None:
         """See `DecodeHost`."""
@@ -112,15 +117,16 @@ class DecodeLife(Life):
 
     def scatter(self, rid: str, slot: int, first_page: int, pages: int) -> None:
         """See `DecodeHost`."""
-        held = self._content.get(rid)
-        room = self.rooms[rid]
-        if held is None:
+        room, grant = self.rooms[rid], self._granted.get(rid)
+        if grant is None:
             raise Violation(f"{self.name} scatters into pages that {rid} does not have", room.number)
+        if first_page < grant.cached:
+            raise Violation(f"{self.name} scatters into pages that {rid} shares with others", room.number)
         content = self.slots.content[slot]
         if not isinstance(content, tuple) or content[1:] != (first_page, pages):
             raise Violation(f"{self.name} scatters {content} as pages {first_page}+{pages} of {rid}", room.number)
         for page in range(first_page, first_page + pages):
-            held[page] = content[0]
+            self._content[grant.pages[page]] = content[0].tokens[page]
 
     def drain(self, id: int) -> None:
         """See `DecodeHost`."""
@@ -129,12 +135,14 @@ class DecodeLife(Life):
     def start(
         self, rid: str, handoff: messages.Handoff, prompt: tuple[messages.PromptLogprobs, ...], met: float
     ) -> None:
-        """See `DecodeHost`: the pages must hold what this very request's prefill has computed."""
+        """See `DecodeHost`: the pages must hold what a prefill of this very prompt, or one that begins alike, has
+        computed."""
         room = self.rooms[rid]
-        held = self._content[rid]
-        if any(getattr(held.get(page), "digest", None) != room.digest for page in range(room.pages)):
-            missing = [page for page in range(room.pages) if getattr(held.get(page), "digest", None) != room.digest]
+        held = [self._content.get(page) for page in self._granted[rid].pages[: room.pages]]
+        if held != room.tokens:
+            missing = [page for page, token in enumerate(room.tokens) if held[page] != token]
             raise Violation(f"{self.name} decodes {rid} from pages that are not its own: {missing}", room.number)
+        self.prefix.publish(rid, room.tokens, self._granted[rid].pages)
         self.clients.decode_started(room, rid)
         self._decoding.add(rid)
         self.world.after(room.generates, self.receive, self._generated, None, rid)
@@ -142,7 +150,6 @@ class DecodeLife(Life):
     def _generated(self, link: Link | None, rid: str) -> None:
         room = self.rooms.get(rid)
         if room is not None and rid in self._decoding:
-            self._decoding.discard(rid)
             del self.rooms[rid]
             self._forget(rid)
             self.clients.decode_ended(room, rid, None)
@@ -154,10 +161,15 @@ class DecodeLife(Life):
         self.clients.decode_ended(room, rid, reason, status)
 
     def _forget(self, rid: str) -> None:
-        self.pages.give_back(rid)
-        self._content.pop(rid, None)
+        grant = self._granted.pop(rid, None)
+        if grant is not None:
+            # What its growth would have written is nobody's prompt; nor is that of one which has not begun.
+            self.prefix.end(rid, [], grant.pages)
+        self._decoding.discard(rid)
 
     def check_home(self) -> None:
         """Raise unless nothing is held for anybody."""
         super().check_home()
-        self.pages.check_home()
+        self.prefix.check_integrity()
+        if self.prefix.available != self.pages.capacity:
+            raise Violation(f"{self.name}: {self.pages.capacity - self.prefix.available} pages are not home")

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-from pdjax.disagg.protocol import actions, messages
+import msgspec
+
+from pdjax.disagg.protocol import actions, decode_room, messages
 from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.prefill_room import PrefillRoom
 from pdjax.disagg.protocol.states import RoomState, advance
@@ -89,6 +91,20 @@ def forgotten_tombstones() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def claim_without_a_page_that_is_lacking() -> Iterator[None]:
+    """A request that shares some pages asks for one fewer than it lacks."""
+
+    def handle(room: DecodeRoom, event: decode_room.Event, now: float) -> list[actions.Action]:
+        if isinstance(event, decode_room.Reserved) and 0 < event.first_page < event.pages:
+            event = msgspec.structs.replace(event, first_page=event.first_page + 1)
+        return _HANDLE(room, event, now)
+
+    with mock.patch.object(DecodeRoom, "handle", handle):
+        yield
+
+
+_HANDLE = DecodeRoom.handle
 _FAIL, _SEND_AGAIN, _RECEIVE = DecodeRoom._fail, DecodeRoom._send_again, PrefillRoom._receive
 _WATCH = Timers.watch
 _TRANSFER = RoomState.TRANSFERRING
@@ -102,5 +118,6 @@ PLANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         double_claim,
         credit_counted_twice,
         forgotten_tombstones,
+        claim_without_a_page_that_is_lacking,
     )
 }
