@@ -2,7 +2,8 @@
 
 Every answer is compared with that of a unified instance that nobody breaks. What must not happen: a wrong token, a
 request that ends without an answer or a reason, one that takes longer than the bound, a page or slot that does not
-come home, a failure inside the program in any log. Without faults, no request may fail either.
+come home, a failure inside the program or a compilation after warm-up in any log. Without faults, no request may fail
+either.
 """
 
 from __future__ import annotations

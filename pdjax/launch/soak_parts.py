@@ -18,7 +18,8 @@ from pdjax.launch.supervise import Child, end_all
 START_SECONDS = 900.0  # the first start compiles every step
 REST_SECONDS = 60.0  # until everything is home again after the last request
 _POLL_SECONDS = 0.25
-_CRASHES = ("Traceback (most recent call last)", "Fatal Python error", "AssertionError")
+# What no log may say: a failure inside the program, or a request that waits for a compiler.
+_CRASHES = ("Traceback (most recent call last)", "Fatal Python error", "AssertionError", "compiled after warm-up")
 HOME = ("staging_slots_free", "free_pages")
 BUSY = ("live_requests", "rooms")
 
