@@ -125,10 +125,14 @@ class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):
 
 
 class Stats(msgspec.Struct, frozen=True, tag_field="type", tag="stats"):
-    """Leader to frontend: counters and gauges by metric name (without the ``pdjax_`` prefix)."""
+    """Leader to frontend: counters and gauges by metric name (without the ``pdjax_`` prefix).
+
+    `problem`: why the instance cannot serve, in words.
+    """
 
     id: int
     values: dict[str, float]
+    problem: str | None = None
 
 
 class Flushed(msgspec.Struct, frozen=True, tag_field="type", tag="flushed"):

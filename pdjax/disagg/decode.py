@@ -18,6 +18,7 @@ from pdjax.engine.request import OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, TransferBackend, WriteDone, WriteFailed
+from pdjax.transfer.path_test import PathTestCells
 from pdjax.transfer.staging import LandingRing
 
 
@@ -33,6 +34,7 @@ class Decode:
         network: Network,
         backend: TransferBackend,
         ring: LandingRing,
+        test_cells: PathTestCells,
         registration: messages.Registration,
         timeouts: Timeouts,
     ) -> None:
@@ -40,6 +42,7 @@ class Decode:
         self._network = network
         self._backend = backend
         self._ring = ring
+        self._test_cells = test_cells
         self._link_timeout = timeouts.link
         self._admission = Admission(engine)
         self._timelines: dict[str, RoomTimeline] = {}  # by request id, until the prompt is here
@@ -112,6 +115,10 @@ class Decode:
         """A decode instance computes no prompt."""
         raise AssertionError("a decode instance has prefilled")
 
+    def problem(self) -> str | None:
+        """A data path that fails its tests."""
+        return self._instance.problem(self._engine.clock())
+
     def stats(self) -> dict[str, float]:
         """Rooms, queues and what was received."""
         known = dict.fromkeys(
@@ -168,6 +175,10 @@ class Decode:
     def checksum(self, slot: int, nbytes: int) -> int | None:
         """Of a slot."""
         return self._ring.checksum(slot, nbytes)
+
+    def holds_test(self, number: int) -> bool:
+        """In the region for test messages."""
+        return self._test_cells.holds(number)
 
     def landed(self, rid: str, notice: messages.ChunkNotice) -> None:
         """For the request's timeline."""

@@ -25,6 +25,7 @@ from pdjax.transfer.backend import (
     WriteDone,
     WriteFailed,
 )
+from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
 from pdjax.transfer.staging import REGION, SourceStaging
 
 
@@ -40,6 +41,7 @@ class Prefill:
         network: Network,
         backend: TransferBackend,
         staging: SourceStaging,
+        test_cells: PathTestCells,
         registration: messages.Registration,
         timeouts: Timeouts,
     ) -> None:
@@ -47,6 +49,7 @@ class Prefill:
         self._network = network
         self._backend = backend
         self._staging = staging
+        self._test_cells = test_cells
         self._verify = registration.verify
         self._firsts: dict[str, OutputToken] = {}  # first tokens of prompts that are computed, by request id
         # For the trace: when a request's latest step was computed, whose pages a slot has, and writes on their way.
@@ -86,11 +89,13 @@ class Prefill:
             case Frame(link, body):
                 self._instance.frame(link, body, now)
             case WriteDone(id):
-                request, posted, nbytes = self._writing.pop(id)
-                self._engine.trace.request("write", request, posted, now, bytes=nbytes)
+                written = self._writing.pop(id, None)
+                if written is not None:
+                    request, posted, nbytes = written
+                    self._engine.trace.request("write", request, posted, now, bytes=nbytes)
                 self._instance.write_ended(id, None, now)
             case WriteFailed(id, cause):
-                del self._writing[id]
+                self._writing.pop(id, None)
                 self._instance.write_ended(id, cause, now)
             case LinkUp(link, hello):
                 self._instance.link_up(link, hello, now)
@@ -136,6 +141,10 @@ class Prefill:
             prompt_logprobs=prompt_logprobs,
             prompt_top=prompt_top if request.top_logprobs else [],
         )
+
+    def problem(self) -> str | None:
+        """A data path that fails its tests."""
+        return self._instance.problem(self._engine.clock())
 
     def stats(self) -> dict[str, float]:
         """Rooms, queues and what was sent."""
@@ -213,6 +222,23 @@ class Prefill:
                 peer_region=REGION,
                 peer_offset=peer_offset,
                 nbytes=nbytes,
+                notice=notice,
+                deadline=deadline,
+            )
+        )
+
+    def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
+        """Hand a test message to the backend."""
+        offset = self._test_cells.fill(number)
+        self._backend.write(
+            Write(
+                id=id,
+                peer=link,
+                region=PATH_REGION,
+                offset=offset,
+                peer_region=PATH_REGION,
+                peer_offset=offset,
+                nbytes=CELL,
                 notice=notice,
                 deadline=deadline,
             )

@@ -284,7 +284,7 @@ class Engine:
             case Flush():
                 self.emit(Flushed(item.id, freed_pages=self.prefix.flush(), locked_pages=self.prefix.pages))
             case Query():
-                self.emit(Stats(item.id, self.stats()))
+                self.emit(Stats(item.id, self.stats(), self.role.problem()))
             case TraceQuery():
                 self.emit(Spans(item.id, self.trace.spans()))
             case _:

@@ -41,6 +41,10 @@ class Role(Protocol):
         """The last prefill step of a prompt has run and picked the first token."""
         ...
 
+    def problem(self) -> str | None:
+        """Why this instance cannot serve, although its engine steps; None if it can."""
+        ...
+
     def stats(self) -> dict[str, float]:
         """Gauges and counters (`_total`) of the role."""
         ...

@@ -59,6 +59,10 @@ class Unified:
         request.timeline["prefill_s"] = self._engine.clock() - request.arrived - request.timeline["queue_s"]
         self._engine.start_decoding(request, token)
 
+    def problem(self) -> str | None:
+        """A unified instance needs its engine only."""
+        return None
+
     def stats(self) -> dict[str, float]:
         """The queue, and who is in host memory."""
         return self.retraction.stats() | {"waiting_requests": len(self._waiting)}

@@ -19,6 +19,7 @@ from pdjax.launch.core import Core
 from pdjax.launch.data_plane import read_secret, start_backend
 from pdjax.net.network import Network
 from pdjax.transfer.backend import TransferBackend
+from pdjax.transfer.path_test import PathTestCells
 from pdjax.transfer.staging import LandingRing, SourceStaging
 
 
@@ -55,6 +56,7 @@ def make_pair(role: str, config: Config, core: Core, post: Callable[[object], No
         staging = SourceStaging(core.spec, core.mesh, **sizes)
     else:
         staging = LandingRing(core.spec, **sizes)
+    test_cells = PathTestCells(backend, receives=role == "decode")
     registration = messages.Registration(
         protocol_version=messages.PROTOCOL_VERSION,
         layout_version=messages.LAYOUT_VERSION,
@@ -81,7 +83,13 @@ def make_pair(role: str, config: Config, core: Core, post: Callable[[object], No
         peer=config.disagg.peer_timeout,
         heartbeat=min(1.0, config.disagg.peer_timeout / 4),
     )
-    shared = {"network": network, "backend": backend, "registration": registration, "timeouts": timeouts}
+    shared = {
+        "network": network,
+        "backend": backend,
+        "test_cells": test_cells,
+        "registration": registration,
+        "timeouts": timeouts,
+    }
 
     def make_role(engine: Engine) -> Role:
         if isinstance(staging, SourceStaging):

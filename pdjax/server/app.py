@@ -119,7 +119,7 @@ def _generations() -> list[tuple[Operation, Generation]]:
 def _others() -> list[tuple[Operation, Handle]]:
     info = answers.ServerInfo
     return [
-        (Operation("GET", ("/health",), "200 if the scheduler answers"), _health),
+        (Operation("GET", ("/health",), "200 if the scheduler answers and the data path works"), _health),
         (Operation("GET", ("/health_generate",), "200 if a token can be made"), _health_generate),
         (Operation("GET", ("/v1/models",), "the served model", answers.ModelList), _models),
         (Operation("GET", ("/server_info", "/get_server_info"), "what this instance is", info), _server_info),
@@ -177,7 +177,7 @@ def _endpoint(
 
 
 async def _health(service: Service, _: Request) -> Response:
-    await service.leader.stats()
+    await service.leader.check_health()
     return Response("OK", media_type="text/plain")
 
 

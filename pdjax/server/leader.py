@@ -73,6 +73,7 @@ class Leader:
         self._queries = 0
         self._query: asyncio.Future[dict[str, float]] | None = None
         self._stats: tuple[float, dict[str, float]] | None = None
+        self._unfit: str | None = None  # why the engine says that it cannot serve
         self._asks = 0
         # By id: flushes and traces, whose answers carry it.
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -193,6 +194,12 @@ class Leader:
         except TimeoutError as error:
             raise HttpError(503, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
 
+    async def check_health(self) -> None:
+        """Raise `HttpError` 503 if the scheduler does not answer, or says that it cannot serve."""
+        await self.stats()
+        if self._unfit is not None:
+            raise HttpError(503, self._unfit)
+
     async def flush(self) -> wire.Flushed:
         """Have the engine drop its prefix cache.
 
@@ -233,6 +240,7 @@ class Leader:
                 self.info = message.info
             case wire.Stats():
                 self._stats = (time.monotonic(), message.values)
+                self._unfit = message.problem
                 if self._query is not None and message.id == self._queries and not self._query.done():
                     self._query.set_result(message.values)
             case wire.Flushed() | wire.Spans():

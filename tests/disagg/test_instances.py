@@ -9,6 +9,7 @@ import pytest
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk, PrefillAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
+from pdjax.disagg.protocol.path_tests import ATTEMPTS, IDLE
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.protocol.tombstones import MOST, Tombstones
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings, registration
@@ -29,6 +30,7 @@ class Host:
         self.slots = [0, 1]
         self.drains: list[int] = []
         self.pages = True
+        self.right = True  # whether test messages come as they were sent
 
     def send(self, link: str, body: bytes) -> None:
         self.sent.append(messages.decode_message(body))
@@ -56,6 +58,9 @@ class Host:
     def drain(self, id: int) -> None:
         self.drains.append(id)
 
+    def holds_test(self, number: int) -> bool:
+        return self.right
+
     def draw(self) -> int:
         return 99
 
@@ -75,10 +80,22 @@ def ask(instance: DecodeInstance, now: float, rid: str = "r", room: int = 3) -> 
     instance.tick(now)
 
 
+def linked(host: Host, instance: DecodeInstance, now: float, hello: bytes = HELLO[1]) -> None:
+    """The link stands, and its data path has passed its test."""
+    instance.link_up(LINK, hello, now)
+    come(host, instance, now)
+
+
+def come(host: Host, instance: DecodeInstance, now: float) -> None:
+    """The test message that was asked for last has come."""
+    asked = next(message for message in reversed(host.sent) if isinstance(message, messages.PathTest))
+    instance.landed(messages.encode(messages.PathNotice(asked.number)), now)
+
+
 def granted(host: Host, instance: DecodeInstance, now: float = 0.0) -> None:
     """A claimed room with one slot that the prefill side may write to."""
     ask(instance, now)
-    instance.link_up(LINK, HELLO[1], now)
+    linked(host, instance, now)
     instance.frame(LINK, messages.encode(messages.SlotRequest(3, 99, 0)), now)
     assert isinstance(host.sent[-1], messages.SlotGrant) and host.slots == [0]
 
@@ -132,7 +149,7 @@ def test_slots_in_quarantine_come_home_when_the_peers_fate_is_known(proof: str) 
         instance.link_failed(LINK, "connection refused", look, gone=True)
     else:
         instance.link_up(LINK, HELLO[1], look)
-        assert isinstance(host.sent[-1], messages.Abort) and not host.drains
+        assert any(isinstance(message, messages.Abort) for message in host.sent) and not host.drains
         instance.frame(LINK, messages.encode(messages.AbortAck(3, 99)), look)
     assert host.slots == [0], "not before all that was sent has landed"
     instance.drained(host.drains[0], look)
@@ -146,6 +163,103 @@ def test_a_dead_peer_needs_no_quarantine() -> None:
     instance.link_down(LINK, "the peer has died", 1.0, gone=True)
     instance.drained(host.drains[0], 1.0)
     assert sorted(host.slots) == [0, 1]
+
+
+def test_no_room_is_claimed_over_a_data_path_before_that_has_passed_its_test() -> None:
+    host = Host()
+    instance = decode(host)
+    ask(instance, 0.0)
+    instance.link_up(LINK, HELLO[1], 0.0)
+    ask(instance, 0.0, rid="next", room=4)
+    assert [type(message) for message in host.sent] == [messages.PathTest]
+    come(host, instance, 0.1)
+    assert [message.room for message in host.sent if isinstance(message, messages.Claim)] == [3, 4]
+    ask(instance, 0.2, rid="last", room=5)
+    assert isinstance(host.sent[-1], messages.Claim) and instance.stats()["path_tests_total"] == 1
+    assert instance.problem(0.2) is None
+
+
+@pytest.mark.parametrize("how", ["nothing comes", "what comes is damaged", "it cannot be sent"])
+def test_a_data_path_that_fails_its_test_is_given_up_and_the_instance_says_so_for_a_while(how: str) -> None:
+    host = Host()
+    instance = decode(host)
+    ask(instance, 0.0)
+    instance.link_up(LINK, HELLO[1], 0.0)
+    now, words = 0.0, {"nothing comes": "no test message came", "what comes is damaged": "is not what was sent",
+                       "it cannot be sent": "no route"}[how]  # fmt: skip
+    if how == "it cannot be sent":
+        instance.frame(LINK, messages.encode(messages.PathFailed("no route")), now)
+    elif how == "what comes is damaged":
+        host.right = False
+        for _ in range(ATTEMPTS):
+            assert not host.failed
+            come(host, instance, now)
+    else:
+        while not host.failed and now < 10:
+            now += TIMEOUTS.peer / 10
+            instance.tick(now)
+        assert TIMEOUTS.peer <= now < TIMEOUTS.peer + 1
+    assert "failed its test" in host.failed["r"] and words in host.failed["r"]
+    assert host.closed == [LINK] and isinstance(host.sent[-1], messages.PathFailed)
+    assert words in (instance.problem(now + 1) or "")
+    assert instance.problem(now + IDLE) is None, "it gets another try"
+    host.right = True
+    ask(instance, now, rid="again", room=4)
+    linked(host, instance, now)
+    assert isinstance(host.sent[-1], messages.Claim) and instance.problem(now + 1) is None
+
+
+def test_an_idle_path_is_tested_again_and_a_busy_one_is_not() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    notice = messages.ChunkNotice(3, 99, 0, host.sent[-1].slot, 0, 4, 4 * 8, 0.0, 1)
+    host.checksum = lambda slot, nbytes: 1  # type: ignore[attr-defined]
+    host.landed = lambda rid, notice: None  # type: ignore[attr-defined]
+    host.scatter = lambda *_: None  # type: ignore[attr-defined]
+    instance.landed(messages.encode(notice), IDLE / 2)
+    instance.cancel("r", "the client left", IDLE / 2)
+    instance.tick(IDLE)
+    assert instance.stats()["path_tests_total"] == 1
+    instance.tick(IDLE * 1.5)
+    assert instance.stats()["path_tests_total"] == 2
+    come(host, instance, IDLE * 1.5)
+    assert instance.tick(IDLE * 1.5 + TIMEOUTS.peer) == IDLE * 2.5, "an idle instance sleeps until the next"
+
+
+def test_one_peers_broken_path_is_not_held_against_an_instance_that_moves_things_elsewhere() -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.submit(DecodeAsk("r2", 4, "other", 7, 4, b"d" * 8, 4), 1.0)
+    instance.tick(1.0)
+    instance.link_up("other:7", HELLO[2], 1.0)
+    instance.frame("other:7", messages.encode(messages.PathFailed("no route")), 1.0)
+    assert "no route" in host.failed["r2"] and instance.problem(1.0) is None
+
+
+def test_a_prefill_instance_sends_the_test_message_that_it_is_asked_for_or_says_why_not() -> None:
+    tested: list[tuple[int, int]] = []
+
+    class Tests(PrefillHost):
+        def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
+            assert messages.decode_notice(notice) == messages.PathNotice(number)
+            tested.append((id, number))
+
+        def close_path(self, link: str) -> None:
+            assert link == "in"
+
+    host = Tests()
+    instance = prefill(host)
+    for number in (5, 6):
+        instance.frame("in", messages.encode(messages.PathTest(number)), 0.0)
+    assert [number for _, number in tested] == [5, 6]
+    instance.write_ended(tested[0][0], None, 0.0)
+    assert instance.problem(0.0) is None
+    later = 3 * IDLE
+    instance.write_ended(tested[1][0], "no route", later)
+    assert host.sent[-1] == messages.PathFailed("no route") and host.closed == ["in"]
+    assert "no route" in (instance.problem(later) or "")
 
 
 def test_a_room_number_is_free_again_while_slots_of_the_old_room_are_out() -> None:
@@ -174,7 +288,7 @@ def test_prefill_complete_takes_pages_only_when_the_prompt_is_computed_and_grant
     instance = decode(host, messages.PREFILL_COMPLETE)
     ask(instance, 0.0)
     hello = messages.encode(registration("prefill", 1, Settings(), messages.PREFILL_COMPLETE))
-    instance.link_up(LINK, hello, 0.0)
+    linked(host, instance, 0.0, hello)
     assert isinstance(host.sent[-1], messages.Claim) and not host.reserved
     instance.frame(LINK, messages.encode(messages.SlotRequest(3, 99, 0)), 0.0)
     host.pages = False

@@ -5,7 +5,6 @@ every page and slot comes home, and the next request is right.
 from __future__ import annotations
 
 import json
-import queue
 import subprocess
 import sys
 import time
@@ -14,55 +13,18 @@ from pathlib import Path
 
 import pytest
 from halves import Room
-from processes import post
-from tiny_pair import CONFIG, STATES, TinyPair, prompt, stage, stop, until, wait_ended
-
-from pdjax import config
-from pdjax.engine_thread import EngineThread
-from pdjax.models.random import tiny_config, write_random_model
-from pdjax.wire import Failed, Generate, SamplingParams, Tokens
+from processes import get, post
+from tiny_pair import STATES, TinyPair, prompt, stage, stop, until, wait_ended
 
 pytestmark = pytest.mark.e2e
 PAIRED = ("waiting", "transferring")  # states in which both halves wait for each other
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("models") / "tiny"
-    write_random_model(folder, tiny_config(), seed=1)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def answer(model: Path) -> Iterator[Callable[[list[int], int], list[int]]]:
-    """What a unified engine answers, greedily."""
-    engine = EngineThread(config.load([CONFIG], [f"Model.folder={model}"]), model)
-    known: dict[tuple[tuple[int, ...], int], list[int]] = {}
-
-    def ask(input_ids: list[int], tokens: int) -> list[int]:
-        key = (tuple(input_ids), tokens)
-        if key in known:
-            return known[key]
-        replies: queue.SimpleQueue[Tokens | Failed] = queue.SimpleQueue()
-        sampling = SamplingParams(max_new_tokens=tokens, temperature=0.0, ignore_eos=True)
-        engine.submit([Generate(f"expected-{len(known)}", input_ids, sampling)], replies)
-        ids = known[key] = []
-        while True:
-            frame = engine.next(replies)
-            assert isinstance(frame, Tokens), frame
-            ids += frame.token_ids
-            if frame.finish_reason is not None:
-                return ids
-
-    yield ask
-    engine.stop()
-
-
-@pytest.fixture(scope="module")
 def shared(
-    tmp_path_factory: pytest.TempPathFactory, model: Path, answer: Callable[[list[int], int], list[int]]
+    tmp_path_factory: pytest.TempPathFactory, tiny_model: Path, tiny_answer: Callable[[list[int], int], list[int]]
 ) -> Iterator[TinyPair]:
-    pair = TinyPair(tmp_path_factory.mktemp("tiny"), model, answer)
+    pair = TinyPair(tmp_path_factory.mktemp("tiny"), tiny_model, tiny_answer)
     try:
         yield pair
     finally:
@@ -197,6 +159,20 @@ def test_a_write_that_lands_after_the_abort_reaches_no_other_request(pair: TinyP
     for room in late:
         assert pair.is_right(room), room
     assert all(room.decode is not None and not room.decode.output_ids for room in aborted)
+
+
+def test_a_data_path_that_loses_what_is_sent_takes_no_request_and_health_says_so(pair: TinyPair) -> None:
+    pair.replace("decode", same_ports=True)  # it has no link yet, and has moved nothing
+    pair.drop()
+    room = pair.room(prompt(40))
+    wait_ended([room])
+    assert room.decode is not None and room.decode.told and room.decode.status == 502, room
+    assert "failed its test: no test message came within" in room.decode.error, room
+    status, body = get(f"{pair.decode.url}/health")
+    assert status == 503 and "failed its test" in json.loads(body)["error"]["message"], body
+    pair.hold(0)
+    pair.answers_rightly()
+    until(pair.decode.healthy, pair.decode)
 
 
 def test_every_state_is_staged(pair: TinyPair) -> None:

@@ -27,8 +27,10 @@ STATES = ("bootstrapping on prefill", "bootstrapping on decode", "waiting", "tra
 class TinyPair:
     """One prefill and one decode instance, asked directly; a part that was ended can be replaced."""
 
-    def __init__(self, folder: Path, model: Path, answer: Callable[[list[int], int], list[int]]) -> None:
-        self._folder, self._model, self._answer = folder, model, answer
+    def __init__(
+        self, folder: Path, model: Path, answer: Callable[[list[int], int], list[int]], **options: Any
+    ) -> None:
+        self._folder, self._model, self._answer, self._options = folder, model, answer, options
         self._delay = folder / "delay"
         self.bootstrap = free_port()
         self.prefill = self.start("prefill")
@@ -46,13 +48,12 @@ class TinyPair:
         return self.prefill, self.decode
 
     def start(self, role: str, port: int | None = None) -> Part:
-        path = os.pathsep.join([str(BACKEND), *filter(None, [os.environ.get("PYTHONPATH")])])
         options: dict[str, Any] = {"Model__folder": self._model, "Transfer__backend": "delayed", "Server__port": port}
+        options |= self._options
         if role == "prefill":
             # Two rooms whose writes are held keep a third one waiting.
             options |= {"Disagg__bootstrap_port": self.bootstrap, "Engine__max_running_requests": 2}
-        env = {"PYTHONPATH": path, "PDJAX_TEST_DELAY": str(self._delay), "PYTHONFAULTHANDLER": "1"}
-        return instance(self._folder, role, config=CONFIG, env=env, **options)
+        return instance(self._folder, role, config=CONFIG, env=delayed_writes(self._delay), **options)
 
     def replace(self, role: str, *, same_ports: bool) -> None:
         """End what is left of an instance and start its successor."""
@@ -74,6 +75,10 @@ class TinyPair:
     def hold(self, seconds: float = HOLD_SECONDS) -> None:
         """Writes from now on are held for so long; 0 lets them go."""
         self._delay.write_text(str(seconds) if seconds else "")
+
+    def drop(self) -> None:
+        """Writes from now on are lost, until `hold` says otherwise."""
+        self._delay.write_text("drop")
 
     def held(self) -> int:
         """How many writes have been held so far."""
@@ -146,6 +151,12 @@ def stage(pair: TinyPair, states: tuple[str, ...] = STATES) -> Staged:
         staged.rooms["waiting"] = [pair.room(prompt(150))]
         until(lambda: pair.prefill.metrics()["pdjax_waiting_requests"] >= 1, pair.prefill)
     return staged
+
+
+def delayed_writes(delay: Path) -> dict[str, str]:
+    """The environment of an instance whose writes are held for as long as the file `delay` says."""
+    path = os.pathsep.join([str(BACKEND), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {"PYTHONPATH": path, "PDJAX_TEST_DELAY": str(delay), "PYTHONFAULTHANDLER": "1"}
 
 
 def prompt(tokens: int) -> list[int]:

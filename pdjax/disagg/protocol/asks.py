@@ -14,6 +14,7 @@ PREFILL_COUNTERS = (
     "frames_refused_by_peers",
     "refused_links",
     "hung_peers",
+    "failed_path_tests",
 )
 
 DECODE_COUNTERS = (
@@ -28,6 +29,8 @@ DECODE_COUNTERS = (
     "refused_frames",
     "frames_refused_by_peers",
     "hung_peers",
+    "path_tests",
+    "failed_path_tests",
 )
 
 

@@ -10,6 +10,7 @@ from pdjax.disagg.protocol.asks import DECODE_COUNTERS, DecodeAsk
 from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.hosts import DecodeHost
 from pdjax.disagg.protocol.instance import Instance
+from pdjax.disagg.protocol.path_tests import PathTests
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.quarantine import Quarantine
 from pdjax.disagg.protocol.states import RoomState
@@ -31,8 +32,8 @@ class _Job:
 
 @dataclass
 class _Link:
-    """A prefill instance: `registration` is None until the link stands, and `awaiting` are the jobs that wait for it.
-    `rooms` are those that hold something, by generation."""
+    """A prefill instance: `registration` is None until the link stands; `awaiting` are the jobs that wait for it and
+    for its data path to pass a test; `rooms` are those that hold something, by generation."""
 
     registration: messages.Registration | None = None
     awaiting: dict[int, _Job] = field(default_factory=dict)  # by room
@@ -53,6 +54,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self._turns: Turns[_Job] = Turns()  # without pages
         self._timers: Timers[DecodeRoom] = Timers()
         self._links: dict[str, _Link] = {}
+        self._paths = PathTests(timeouts.peer)
         self._quarantine = Quarantine()
         self._slot_queue: deque[tuple[DecodeRoom, int]] = deque()
         self._drains: dict[int, DecodeRoom] = {}
@@ -96,7 +98,9 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             self._reserved(job, now)
         if self._pulse.due is not None and now >= self._pulse.due:
             self._beat(now)
-        at = earliest(self._timers.next, self._pulse.due)
+        if self._paths.next is not None and now >= self._paths.next:
+            self._test_paths(now)
+        at = earliest(earliest(self._timers.next, self._pulse.due), self._paths.next)
         if not self._quarantine.held:
             return at
         for link, host, port in self._quarantine.due(now):
@@ -123,9 +127,9 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self._pulse.up(link, now)
         self._host.say(f"linked to the prefill instance at {link}")
         self._come_back(link, entry, peer.instance, now)
-        awaiting, entry.awaiting = entry.awaiting, {}
-        for job in awaiting.values():
-            self._claim(job, link, entry, now)
+        for job in entry.awaiting.values():
+            self._feed(job.room, self._wait_for_test(link), now)
+        self._test_path(link, self._paths.up(link, now))
 
     def link_failed(self, link: str, reason: str, now: float, *, gone: bool = False) -> None:
         """A link that was asked for did not come up. `gone`: nobody listens there any more."""
@@ -143,6 +147,10 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         message = self._hear(link, body, entry.rooms, now)
         if isinstance(message, messages.Refused):
             self._host.say(f"the prefill instance at {link} dropped a frame: {message.reason}")
+        elif isinstance(message, messages.PathFailed):
+            self._path_failed(link, f"it could not send: {message.reason}", now)
+        elif isinstance(message, messages.PathTest):
+            self.counters["refused_frames"] += 1
         elif message is not None:
             self._received(link, message, now)
 
@@ -153,6 +161,9 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         except messages.ProtocolError as error:
             self.counters["refused_frames"] += 1
             self._host.say(f"a notice was dropped: {error}")
+            return
+        if isinstance(notice, messages.PathNotice):
+            self._test_came(notice.number, now)
             return
         room = self._of_generation(notice.room, notice.generation)
         if room is None:
@@ -167,6 +178,9 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self.counters["received_chunks"] += 1
         self.counters["received_bytes"] += notice.nbytes
         self.counters["received_pages"] += notice.pages
+        self._health.moved(now)
+        if room.link is not None:
+            self._paths.moved(room.link, now)
         self._feed(room, decode_room.Landed(notice), now)
 
     def drained(self, id: int, now: float) -> None:
@@ -211,10 +225,13 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         if link is None:
             link = self._links[name] = _Link()
             self._host.connect(name, job.ask.host, job.ask.port)
-        if link.registration is not None:
+        if self._paths.passed(name):
             self._claim(job, name, link, now)
             return
         link.awaiting[job.ask.room] = job
+        if link.registration is not None:
+            self._feed(job.room, self._wait_for_test(name), now)
+            return
         what = f"a link to the prefill instance at {name}"
         self._feed(job.room, decode_room.Waits(what, 2 * self._timeouts.link), now)
 
@@ -235,6 +252,48 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         )
         self._feed(job.room, claim, now)
 
+    def _wait_for_test(self, link: str) -> decode_room.Waits:
+        what = f"a test message from the prefill instance at {link} over the data path"
+        return decode_room.Waits(what, 2 * self._timeouts.peer)
+
+    def _test_paths(self, now: float) -> None:
+        due = self._paths.due(now)
+        for link, number in due.tests:
+            self._test_path(link, number)
+        for link in due.overdue:
+            self._path_failed(link, f"no test message came within {self._timeouts.peer:g} s", now)
+
+    def _test_path(self, link: str, number: int) -> None:
+        self.counters["path_tests"] += 1
+        self._host.send(link, messages.encode(messages.PathTest(number)))
+
+    def _test_came(self, number: int, now: float) -> None:
+        """A link whose data path works may be used by those who wait for it."""
+        link = self._paths.link_of(number)
+        if link is None:
+            return
+        right = not self._registration.verify or self._host.holds_test(number)
+        again = self._paths.came(link, now, right=right)
+        if again is not None:
+            self._test_path(link, again)
+        elif not right:
+            self._path_failed(link, "what came is not what was sent", now)
+        else:
+            self._health.moved(now)
+            entry = self._links[link]
+            awaiting, entry.awaiting = entry.awaiting, {}
+            for job in awaiting.values():
+                self._claim(job, link, entry, now)
+
+    def _path_failed(self, link: str, cause: str, now: float) -> None:
+        self.counters["failed_path_tests"] += 1
+        reason = f"the path from the prefill instance at {link} failed its test: {cause}"
+        self._health.failed(reason, now)
+        self._host.say(reason)
+        self._host.send(link, messages.encode(messages.PathFailed(cause)))
+        self._host.close(link)
+        self._drop_link(link, 502, reason, now, gone=False)
+
     def _come_back(self, link: str, entry: _Link, instance: int, now: float) -> None:
         """A prefill instance is there again. If it is the same process, it says what has become of its writes; if it is
         another one in its place, the first has ended."""
@@ -254,6 +313,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         """Fail the rooms of a link that is gone or never stood; the next request makes a new one."""
         entry = self._links.pop(link, None)
         self._pulse.down(link)
+        self._paths.down(link)
         if gone:
             held = self._quarantine.take(link)
             for room in held.rooms.values() if held is not None else ():

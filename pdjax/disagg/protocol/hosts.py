@@ -75,6 +75,10 @@ class PrefillHost(Host, Protocol):
         """Send a staging slot's first bytes to an offset of the peer's ring, then the notice. Its end is reported."""
         ...
 
+    def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
+        """Send a test message over the data path, then the notice. Its end is reported like a write's."""
+        ...
+
     def finish(self, rid: str) -> None:
         """A request is served: answer its client."""
         ...
@@ -98,6 +102,10 @@ class DecodeHost(Host, Protocol):
 
     def checksum(self, slot: int, nbytes: int) -> int | None:
         """Of a slot's first bytes; None if it is not that large."""
+        ...
+
+    def holds_test(self, number: int) -> bool:
+        """Whether the test message with this number has come and is right."""
         ...
 
     def landed(self, rid: str, notice: ChunkNotice) -> None:

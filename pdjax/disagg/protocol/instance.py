@@ -8,6 +8,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.hosts import Host
+from pdjax.disagg.protocol.path_tests import PathHealth
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.pulse import Pulse
 
@@ -35,10 +36,15 @@ class Instance(Generic[H, R]):
         self._timeouts = timeouts
         self._rooms: dict[int, R] = {}  # that have not ended
         self._pulse = Pulse(timeouts.heartbeat, timeouts.peer)
+        self._health = PathHealth()
+
+    def problem(self, now: float) -> str | None:
+        """Why this instance cannot serve, in words."""
+        return self._health.problem(now)
 
     def _hear(
         self, link: str, body: bytes, rooms: Mapping[int, R], now: float
-    ) -> messages.RoomMessage | messages.Refused | None:
+    ) -> messages.RoomMessage | messages.Refused | messages.PathTest | messages.PathFailed | None:
         """A frame of a peer that has claimed `rooms`: what it says, unless that is settled here."""
         self._pulse.heard(link, now)
         try:

@@ -98,11 +98,23 @@ class Refused(msgspec.Struct, frozen=True, tag_field="type", tag="refused"):
     reason: str
 
 
+class PathTest(msgspec.Struct, frozen=True, tag_field="type", tag="path_test"):
+    """Decode to prefill: send me this test message over the data path."""
+
+    number: int
+
+
+class PathFailed(msgspec.Struct, frozen=True, tag_field="type", tag="path_failed"):
+    """Either way, before the link is given up: a test message did not go, or did not come as it should have."""
+
+    reason: str
+
+
 RoomMessage = Claim | SlotRequest | SlotGrant | PromptLogprobs | Handoff | Complete | Abort | AbortAck
-LinkMessage = RoomMessage | Heartbeat | Refused
+LinkMessage = RoomMessage | Heartbeat | Refused | PathTest | PathFailed
 
 
-class ChunkNotice(msgspec.Struct, frozen=True):
+class ChunkNotice(msgspec.Struct, frozen=True, tag_field="type", tag="chunk"):
     """Comes with a chunk's bytes: pages [first_page, first_page + pages) of the request's own page order."""
 
     room: int
@@ -114,6 +126,15 @@ class ChunkNotice(msgspec.Struct, frozen=True):
     nbytes: int
     posted_at: float  # seconds since the epoch by the sender's clock
     checksum: int | None  # XXH3-64 of the bytes, taken in the sender's staging slot
+
+
+class PathNotice(msgspec.Struct, frozen=True, tag_field="type", tag="path"):
+    """Comes with a test message."""
+
+    number: int
+
+
+Notice = ChunkNotice | PathNotice
 
 
 class Registration(msgspec.Struct, frozen=True):
@@ -144,11 +165,11 @@ class ProtocolError(Exception):
 
 _encoder = msgspec.msgpack.Encoder()
 _messages = msgspec.msgpack.Decoder(LinkMessage)
-_notices = msgspec.msgpack.Decoder(ChunkNotice)
+_notices = msgspec.msgpack.Decoder(Notice)
 _registrations = msgspec.msgpack.Decoder(Registration)
 
 
-def encode(message: LinkMessage | ChunkNotice | Registration) -> bytes:
+def encode(message: LinkMessage | Notice | Registration) -> bytes:
     """MessagePack bytes."""
     return _encoder.encode(message)
 
@@ -158,8 +179,8 @@ def decode_message(body: bytes) -> LinkMessage:
     return _parse(_messages, body)
 
 
-def decode_notice(body: bytes) -> ChunkNotice:
-    """Parse what came with a chunk. Raises `ProtocolError`."""
+def decode_notice(body: bytes) -> Notice:
+    """Parse what came with a chunk or a test message. Raises `ProtocolError`."""
     return _parse(_notices, body)
 
 

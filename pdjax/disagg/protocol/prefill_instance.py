@@ -63,6 +63,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         self._tombstones = Tombstones(timeouts.bootstrap)
         self._pending: deque[tuple[PrefillRoom, actions.Transfer]] = deque()
         self._flights: dict[int, _Flight] = {}
+        self._path_tests: dict[int, str] = {}  # links that are tested, by write
         self._writes = 0
 
     def submit(self, ask: PrefillAsk, now: float) -> None:
@@ -157,7 +158,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
 
     def path_lost(self, link: str, cause: str, now: float) -> None:
         """Without a data path the link is no use: both sides start over."""
-        reason = f"the path to the decode instance is gone: {cause}"
+        self._lose_path(link, f"the path to the decode instance is gone: {cause}", now)
+
+    def _lose_path(self, link: str, reason: str, now: float) -> None:
         self._host.say(reason)
         peer = self._peers.get(link)
         for room in list(peer.rooms.values()) if peer is not None else []:
@@ -175,12 +178,26 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
             self._host.say(f"a decode instance dropped a frame: {message.reason}")
         elif isinstance(message, messages.Claim):
             self._claimed(link, peer, message, now)
+        elif isinstance(message, messages.PathTest):
+            self._test_path(link, message.number, now)
+        elif isinstance(message, messages.PathFailed):
+            self._path_failed(link, message.reason, now)
         elif message is not None:
             self._received(link, message, now)
 
     def write_ended(self, id: int, error: str | None, now: float) -> None:
         """A write is over; `error` says why it failed."""
+        tested = self._path_tests.pop(id, None)
+        if tested is not None:
+            if error is None:
+                self._health.moved(now)
+            elif tested in self._peers:
+                self._host.send(tested, messages.encode(messages.PathFailed(error)))
+                self._path_failed(tested, error, now)
+            return
         flight = self._flights.pop(id)
+        if error is None:
+            self._health.moved(now)
         self._host.free_slot(flight.slot)
         self._feed(flight.room, prefill_room.WriteEnded(flight.chunk, error), now)
         self._start_writes(now)
@@ -207,6 +224,18 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         if room is None:
             room = self._rooms[number] = PrefillRoom(number, self._timeouts, hold=self._hold)
         return room
+
+    def _test_path(self, link: str, number: int, now: float) -> None:
+        self._writes += 1
+        self._path_tests[self._writes] = link
+        notice = messages.encode(messages.PathNotice(number))
+        self._host.test_path(self._writes, link, number, notice, now + self._timeouts.peer)
+
+    def _path_failed(self, link: str, cause: str, now: float) -> None:
+        self.counters["failed_path_tests"] += 1
+        reason = f"the path to a decode instance failed its test: {cause}"
+        self._health.failed(reason, now)
+        self._lose_path(link, reason, now)
 
     def _claimed(self, link: str, peer: _Peer, claim: messages.Claim, now: float) -> None:
         if claim.room not in self._rooms:

@@ -22,12 +22,14 @@ TEXTS = 4  # that several requests begin with
 MOST_PAGES = 16  # more than a prompt has
 
 # A reason that a client is told must be true: each goes with what must have happened.
-SELF_MADE, CONTEST, LINK, DAMAGE, WRITE, WAIT = "abort", "contest", "link", "damage", "write", "wait"
+SELF_MADE, CONTEST, LINK, DAMAGE = "abort", "contest", "link", "damage"
+WRITE, TEST, WAIT = "write", "test", "wait"
 REASONS = (
     ("was aborted", SELF_MADE),
     ("is in use by another request", CONTEST),
     ("is claimed already", CONTEST),
     ("have different prompts", CONTEST),
+    ("failed its test", TEST),
     ("the link to the", LINK),
     ("no link to the", LINK),
     ("the path to the", LINK),
@@ -325,6 +327,7 @@ class Clients:
             CONTEST: room.contested,
             LINK: self.disturbed_links,
             DAMAGE: self.faults["damage"] > 2,
+            TEST: self.faults["damage"] > 2 or self.faults["write"] > 0 or self.disturbed_links,
             WRITE: self.faults["write"] > 0 or self.disturbed_links,
             WAIT: not self.calm or ((room.halves < 2 or room.contested or ended_elsewhere) and not room.halved),
         }[kind]

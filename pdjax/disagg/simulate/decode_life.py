@@ -29,6 +29,7 @@ class DecodeLife(Life):
         self.pages = PageAllocator(settings.decode_pages + 1)
         self.prefix = PrefixCache(self.pages, page_size=1, enabled=True)
         self.asked: set[str] = set()  # links that were asked for and have not come up
+        self.tests: dict[int, bool] = {}  # test messages that have come, and whether they are right
         self._granted: dict[str, Grant] = {}  # by request
         self._content: dict[int, int] = {}  # the token that each page of the pool holds
         self._decoding: set[str] = set()
@@ -111,6 +112,10 @@ class DecodeLife(Life):
         if not 0 <= slot < len(self.slots.out):
             return None
         return RIGHT if self.slots.right[slot] else WRONG
+
+    def holds_test(self, number: int) -> bool:
+        """See `DecodeHost`."""
+        return self.tests.pop(number)
 
     def landed(self, rid: str, notice: messages.ChunkNotice) -> None:
         """See `DecodeHost`."""

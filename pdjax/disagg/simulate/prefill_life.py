@@ -141,6 +141,12 @@ class PrefillLife(Life):
         target = peer_offset // (self.registration.slot_pages * SPEC.page_bytes)
         self.world.post(Write(id, connection, target, 0, (self.rooms[rid], *content[1:]), notice))
 
+    def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
+        """See `PrefillHost`."""
+        connection = self.links.get(link)
+        if connection is not None:
+            self.world.post_test(connection, id, number, notice)
+
     def finish(self, rid: str) -> None:
         """See `PrefillHost`."""
         room = self.rooms.pop(rid)

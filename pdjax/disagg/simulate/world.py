@@ -202,6 +202,25 @@ class World:
             link = write.link
             link.prefill.receive(link.prefill.write_ended, None, write.id, error)
 
+    def post_test(self, link: Link, id: int, number: int, notice: bytes) -> None:
+        """Start a test message."""
+        if not link.path or (self.refuse and self.random.random() < self.refuse):
+            self.faults["write"] += link.path
+            self.after(0.001, link.prefill.receive, link.prefill.write_ended, None, id, "the transport failed")
+            return
+        right = True
+        if self.damage and self.random.random() < self.damage:
+            self.faults["damage"] += 1
+            right = False
+        self.after(self.random.random() * 0.01, self._land_test, link, id, number, notice, right)
+
+    def _land_test(self, link: Link, id: int, number: int, notice: bytes, right: bool) -> None:
+        if link.path and link.decode.alive:
+            link.decode.tests[number] = right
+            link.decode.receive(link.decode.notice, None, notice)
+        error = None if link.path else "the path was closed"
+        link.prefill.receive(link.prefill.write_ended, None, id, error)
+
     def close_path(self, link: Link, *, by_death: bool) -> None:
         """No more writes. Those on their way are reported as failed, and may land all the same, up to much later."""
         link.path = False

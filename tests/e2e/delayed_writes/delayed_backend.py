@@ -1,7 +1,8 @@
-"""A transfer backend for tests: UCX, whose writes leave late while a file says so.
+"""A transfer backend for tests: UCX, whose writes leave late, or not at all, while a file says so.
 
 It is found by its entry point when this folder is on PYTHONPATH. The file that `PDJAX_TEST_DELAY` names holds seconds;
-without it, or with nothing in it, writes leave at once.
+without it, or with nothing in it, writes leave at once. Messages that test the path are not held. "drop" in it loses
+every write and tells nobody.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from pdjax.transfer.backend import EventSink, Write
+from pdjax.transfer.backend import EventSink, Write, WriteDone
+from pdjax.transfer.path_test import PATH_REGION
 from pdjax.transfer.registry import create
 
 
@@ -20,18 +22,19 @@ class DelayedBackend:
 
     name = "delayed"
 
-    def __init__(self, inner: Any, file: Path) -> None:
-        self._inner, self._file = inner, file
+    def __init__(self, inner: Any, file: Path, on_event: EventSink) -> None:
+        self._inner, self._file, self._on_event = inner, file, on_event
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def write(self, write: Write) -> None:
-        try:
-            seconds = float(self._file.read_text() or 0)
-        except FileNotFoundError:
-            seconds = 0.0
-        if not seconds:
+        said = self._file.read_text() if self._file.exists() else ""
+        if said == "drop":
+            self._on_event(WriteDone(write.id))
+            return
+        seconds = float(said or 0)
+        if not seconds or write.region == PATH_REGION:
             self._inner.write(write)
             return
         print(f"a write of {write.nbytes} bytes is held for {seconds:g} s", flush=True)
@@ -41,4 +44,5 @@ class DelayedBackend:
 
 
 def create_delayed(on_event: EventSink, *options: Any, **more: Any) -> DelayedBackend:
-    return DelayedBackend(create("ucx", on_event, *options, **more), Path(os.environ["PDJAX_TEST_DELAY"]))
+    inner = create("ucx", on_event, *options, **more)
+    return DelayedBackend(inner, Path(os.environ["PDJAX_TEST_DELAY"]), on_event)

@@ -1,0 +1,269 @@
+"""An instance that ends or hangs loses no request that another can serve: its client gets the right tokens, and hears
+nothing of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from halves import Half
+from processes import Part, free_port, get, instance, router
+from tiny_pair import BOUND_SECONDS, CONFIG, HOLD_SECONDS, LONG, START_SECONDS, delayed_writes, prompt, stop, until
+
+pytestmark = pytest.mark.e2e
+PROMPTS = (200, 100, 150, 40, 120, 90)
+
+
+class Fleet:
+    """Two prefill and two decode instances of a tiny model, whose writes can be held; a dead one can be replaced."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder = folder
+        self._options = {"Model__folder": model, "Transfer__backend": "delayed", "config": CONFIG}
+        # Whoever waits, waits for the end of an instance.
+        self._options |= {"Disagg__transfer_timeout": 60.0, "Disagg__waiting_timeout": 60.0}
+        self._bootstraps: dict[int, int] = {}
+        self.prefill: list[Part] = []
+        self.decode: list[Part] = []
+        try:
+            self.prefill = [self._start("prefill") for _ in range(2)]
+            self.decode = [self._start("decode") for _ in range(2)]
+            for part in self.parts:
+                part.wait_ready(START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def parts(self) -> list[Part]:
+        return [*self.prefill, *self.decode]
+
+    def bootstrap(self, part: Part) -> int:
+        return self._bootstraps[part.port]
+
+    def _start(self, role: str, old: Part | None = None) -> Part:
+        options: dict[str, Any] = {"Server__port": old.port if old else None}
+        bootstrap = self._bootstraps[old.port] if old and role == "prefill" else free_port()
+        if role == "prefill":
+            options |= {"Disagg__bootstrap_port": bootstrap, "Engine__max_running_requests": 2}
+        port = options["Server__port"] = options["Server__port"] or free_port()
+        part = instance(self.folder, role, env=delayed_writes(self._delay(port)), **self._options, **options)
+        if role == "prefill":
+            self._bootstraps[part.port] = bootstrap
+        return part
+
+    def mend(self) -> None:
+        """Have all instances sound, whatever the test before has done to them."""
+        for part in self.prefill:
+            self.hold(part, 0)
+        for parts in (self.prefill, self.decode):
+            for index, part in enumerate(parts):
+                if not part.healthy():
+                    part.kill()
+                    parts[index] = self._start(part.name, part)
+        for part in self.parts:
+            part.wait_ready(START_SECONDS)
+
+    def hold(self, part: Part, seconds: float) -> None:
+        """Its writes from now on are held for so long; 0 lets them go."""
+        self._delay(part.port).write_text(str(seconds) if seconds else "")
+
+    def _delay(self, port: int) -> Path:
+        return self.folder / f"delay-{port}"
+
+    def held(self, part: Part) -> int:
+        return part.log.read_text(errors="replace").count("is held")
+
+    def kill(self) -> None:
+        for part in self.parts:
+            part.kill()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Fleet]:
+    fleet = Fleet(tmp_path_factory.mktemp("fleet"), tiny_model)
+    try:
+        yield fleet
+    finally:
+        fleet.kill()
+
+
+@pytest.fixture
+def fleet(shared: Fleet) -> Iterator[Fleet]:
+    shared.mend()
+    yield shared
+    for part in shared.prefill:
+        shared.hold(part, 0)
+
+
+@contextlib.contextmanager
+def routed(fleet: Fleet, prefill: list[Part], decode: list[Part], kind: str = "ours") -> Iterator[Part]:
+    if kind == "ours":
+        part = router(fleet.folder, prefill, decode)
+    else:
+        part = SGLangRouter(fleet, prefill, decode)
+    try:
+        part.wait_ready(START_SECONDS)
+        until(lambda: get(f"{part.url}/readiness")[0] == 200, part, START_SECONDS)
+        if kind == "ours":
+            up = len(prefill) + len(decode)
+            until(lambda: get(f"{part.url}/metrics")[1].count(b"} 1.0\n") == up, part, START_SECONDS)
+        yield part
+    finally:
+        part.kill()
+
+
+class SGLangRouter(Part):
+    """sglang-router as it is by default, with its retries."""
+
+    def __init__(self, fleet: Fleet, prefill: list[Part], decode: list[Part]) -> None:
+        self.name, self.port = "sglang-router", free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log = fleet.folder / f"sglang-router-{self.port}.log"
+        command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "127.0.0.1"]
+        command += ["--port", str(self.port), "--prometheus-host", "127.0.0.1", "--prometheus-port", str(free_port())]
+        command += ["--policy", "round_robin"]
+        for part in prefill:
+            command += ["--prefill", part.url, str(fleet.bootstrap(part))]
+        for part in decode:
+            command += ["--decode", part.url]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+
+
+def ask(part: Part, input_ids: list[int], tokens: int, *, stream: bool, rid: str) -> Half:
+    body = {"input_ids": input_ids, "stream": stream, "rid": rid}
+    return Half(part, body | {"sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}})
+
+
+def wait_ended(halves: list[Half], seconds: float = BOUND_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    for half in halves:
+        half.join(max(0.0, deadline - time.monotonic()))
+        assert half.ended_at, f"{half!r} has not ended after {seconds} s"
+
+
+def recomputed(part: Part) -> float:
+    return part.metrics()["pdjax_recomputed_rooms_total"]
+
+
+def at_rest(parts: list[Part]) -> None:
+    """Every page and slot is home."""
+    for part in parts:
+        deadline = time.monotonic() + BOUND_SECONDS
+        while True:
+            metrics = part.metrics()
+            busy = metrics["pdjax_rooms"] or metrics["pdjax_live_requests"]
+            home = metrics["pdjax_free_pages"] == metrics["pdjax_pages"] and metrics["pdjax_staging_slots_free"] == 4
+            if home and not busy:
+                break
+            assert time.monotonic() < deadline, f"{metrics}\n{part.tail()}"
+            time.sleep(0.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end"),
+    [
+        ("ours", "leader"),
+        pytest.param(
+            "SGLang's", "leader",
+            marks=pytest.mark.skipif(importlib.util.find_spec("sglang_router") is None, reason="it is not installed"),
+        ),
+        pytest.param("ours", "all", marks=pytest.mark.soak),
+        pytest.param("ours", "stop", marks=pytest.mark.soak),
+        pytest.param("ours", "term", marks=pytest.mark.soak),
+    ],
+)  # fmt: skip
+def test_what_a_prefill_instance_has_in_every_state_is_computed_by_the_other(
+    fleet: Fleet, tiny_answer: Callable[[list[int], int], list[int]], kind: str, end: str
+) -> None:
+    victim, decode = fleet.prefill[0], fleet.decode[0]
+    with routed(fleet, fleet.prefill, [decode], kind) as front:
+        # The victim gets every other request: one that was handed over and decodes, two whose writes are held, and one
+        # that waits for these.
+        first = [ask(front, *LONG, stream=index < 2, rid=f"long-{index}") for index in range(2)]
+        until(lambda: decode.metrics()["pdjax_running_requests"] == 2, decode)
+        held = fleet.held(victim)
+        fleet.hold(victim, 60.0)
+        asked = [prompt(tokens) for tokens in PROMPTS]
+        halves = [
+            ask(front, input_ids, 8, stream=index in (0, 1, 4), rid=f"r{index}")
+            for index, input_ids in enumerate(asked)
+        ]
+        until(lambda: fleet.held(victim) >= held + 2 and victim.metrics()["pdjax_waiting_requests"] >= 1, victim)
+        go_on = finish(victim, end)
+        fleet.hold(victim, 0)
+        wait_ended(halves, 2 * BOUND_SECONDS)
+        for half, input_ids in zip(halves, asked, strict=True):
+            assert half.status == 200 and half.output_ids == tiny_answer(input_ids, 8), (half, front.tail())
+        wait_ended(first)
+        assert all(half.output_ids == tiny_answer(*LONG) for half in first), "they need no prefill instance any more"
+        if kind == "ours":
+            assert 3 <= recomputed(front) <= 6
+    go_on()
+    at_rest([fleet.prefill[1], decode])
+
+
+@pytest.mark.parametrize("end", ["leader", *(pytest.param(end, marks=pytest.mark.soak) for end in ("all", "stop"))])
+def test_what_a_decode_instance_has_before_its_first_token_is_told_is_given_to_the_other(
+    fleet: Fleet, tiny_answer: Callable[[list[int], int], list[int]], end: str
+) -> None:
+    prefill, victim = fleet.prefill[0], fleet.decode[0]
+    with routed(fleet, [prefill], fleet.decode) as front:
+        told = [ask(front, *LONG, stream=True, rid=f"told-{index}") for index in range(2)]
+        assert all(half.first.wait(30) for half in told)
+        whole = [ask(front, *LONG, stream=False, rid=f"whole-{index}") for index in range(2)]
+        until(lambda: victim.metrics()["pdjax_running_requests"] == 2, victim)
+        held = fleet.held(prefill)
+        fleet.hold(prefill, HOLD_SECONDS)
+        asked = [prompt(tokens) for tokens in PROMPTS]
+        halves = [
+            ask(front, input_ids, 8, stream=index % 3 == 0, rid=f"r{index}") for index, input_ids in enumerate(asked)
+        ]
+        until(lambda: fleet.held(prefill) >= held + 2, prefill)
+        go_on = finish(victim, end)
+        fleet.hold(prefill, 0)
+        wait_ended([*halves, *whole, *told], 2 * BOUND_SECONDS)
+        for half, input_ids in zip(halves, asked, strict=True):
+            assert half.status == 200 and half.output_ids == tiny_answer(input_ids, 8), (half, front.tail())
+        assert all(half.output_ids == tiny_answer(*LONG) for half in whole), "no byte of them was told"
+        served = [half for half in told if half.output_ids == tiny_answer(*LONG)]
+        assert len(served) == 1, told
+        assert all(half.error for half in told if half not in served), "a stream that has begun is not begun again"
+        assert recomputed(front) >= 2
+    go_on()
+    at_rest([prefill, fleet.decode[1]])
+
+
+def finish(part: Part, how: str) -> Callable[[], None]:
+    """End an instance, or stop it for as long as the caller likes; returns what sets it right again."""
+    if how == "stop":
+        return stop(part)
+    if how == "leader":
+        part.leader().kill()
+    elif how == "term":
+        part.leader().terminate()
+    else:
+        part.kill()
+    return lambda: None
+
+
+def test_when_no_instance_is_left_the_reason_is_told(fleet: Fleet) -> None:
+    victim, decode = fleet.prefill[0], fleet.decode[0]
+    with routed(fleet, [victim], [decode]) as front:
+        held = fleet.held(victim)
+        fleet.hold(victim, 60.0)
+        half = ask(front, prompt(200), 8, stream=True, rid="alone")
+        until(lambda: fleet.held(victim) > held, victim)
+        victim.kill()
+        wait_ended([half])
+        assert half.told and half.status in (502, 503) and victim.url in half.error, half
+    at_rest([decode])
