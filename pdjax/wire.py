@@ -45,8 +45,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     grammar: Grammar | None = None
 
 
+NO_PARTNER = "2.2.2.2"  # SGLang's mark for requests that have no other half
+
+
 class Rendezvous(msgspec.Struct, frozen=True):
-    """Where a request's prefill and decode halves meet: the prefill leader's bootstrap address and the room."""
+    """Where a request's prefill and decode halves meet: the prefill leader's bootstrap address and the room. The host
+    `NO_PARTNER` stands for nowhere: the instance answers alone."""
 
     host: str
     port: int

@@ -7,6 +7,7 @@ import sys
 import time
 
 from pdjax.disagg.admission import Admission
+from pdjax.disagg.alone import Alone
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
@@ -45,6 +46,7 @@ class Decode:
         self._test_cells = test_cells
         self._link_timeout = timeouts.link
         self._admission = Admission(engine)
+        self._alone = Alone(self._begin)
         self._timelines: dict[str, RoomTimeline] = {}  # by request id, until the prompt is here
         self._instance = DecodeInstance(self, registration=registration, timeouts=timeouts)
 
@@ -55,6 +57,9 @@ class Decode:
         rendezvous = request.rendezvous
         if rendezvous is None:
             self._engine.fail(request, 400, "a decode instance needs bootstrap_room: send requests through a router")
+            return
+        if request.alone:
+            self._alone.push(request)
             return
         self._timelines[request.rid] = RoomTimeline(request.arrived)
         ask = DecodeAsk(
@@ -72,6 +77,7 @@ class Decode:
 
     def abort(self, request: Request, reason: str) -> None:
         """The client has gone."""
+        self._alone.discard(request)
         self._timelines.pop(request.rid, None)
         self._admission.retraction.drop(request)
         self._instance.cancel(request.rid, reason, self._engine.clock())
@@ -100,6 +106,7 @@ class Decode:
     def poll(self, now: float) -> float | None:
         """See that those who decode can go on, reserve pages for others, and fire due timers."""
         self._admission.poll()
+        self._alone.poll()
         self._instance.steps = self._engine.steps
         return self._instance.tick(now)
 
@@ -194,6 +201,20 @@ class Decode:
         destination = request.pages[first_page : first_page + pages]
         runner.pool = self._ring.scatter(slot, runner.pool, destination)
         engine.trace.request("scatter", request, start, engine.clock(), pages=pages)
+
+    def _begin(self, request: Request) -> bool:
+        """Generate without a partner, from zeros and the last prompt token."""
+        if not self._ring.free_slots or not self._admission.reserve(request):
+            return False
+        slot = self._ring.take()
+        assert slot is not None, "there is a free one"
+        self._ring.clear(slot)
+        pages, most = self._engine.spec.pages(request.prompt_tokens), self._ring.slot_pages
+        for first in range(0, pages, most):
+            self.scatter(request.rid, slot, first, min(most, pages - first))
+        self._ring.free(slot)
+        self._engine.start_decoding(request, OutputToken(request.input_ids[-1], 0.0))
+        return True
 
     def drain(self, id: int) -> None:
         """Run the backend dry."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 
+from pdjax.disagg.alone import Alone
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
 from pdjax.disagg.protocol.hosts import Gathered
@@ -51,6 +52,7 @@ class Prefill:
         self._staging = staging
         self._test_cells = test_cells
         self._verify = registration.verify
+        self._alone = Alone(self._begin)
         self._firsts: dict[str, OutputToken] = {}  # first tokens of prompts that are computed, by request id
         # For the trace: when a request's latest step was computed, whose pages a slot has, and writes on their way.
         self._computed: dict[str, float] = {}
@@ -66,6 +68,9 @@ class Prefill:
         if rendezvous is None:
             self._engine.fail(request, 400, "a prefill instance needs bootstrap_room: send requests through a router")
             return
+        if request.alone:
+            self._alone.push(request)
+            return
         ask = PrefillAsk(
             rid=request.rid,
             room=rendezvous.room,
@@ -78,6 +83,7 @@ class Prefill:
 
     def abort(self, request: Request, reason: str) -> None:
         """The client has gone."""
+        self._alone.discard(request)
         self._computed.pop(request.rid, None)
         self._firsts.pop(request.rid, None)
         self._instance.cancel(request.rid, reason, self._engine.clock())
@@ -110,22 +116,30 @@ class Prefill:
 
     def poll(self, now: float) -> float | None:
         """Admit, and fire due timers."""
+        self._alone.poll()
         self._instance.steps = self._engine.steps
         return self._instance.tick(now)
 
     def prefilling(self, request: Request, step: PrefillStep) -> None:
         """Ask for the slots that this step's pages will need, while it computes."""
+        if request.alone:
+            return
         spec = self._engine.spec
         first, end = step.start // spec.page_size, spec.pages(step.end)
         self._instance.computing(request.rid, first, end, self._engine.clock())
 
     def prefilled(self, request: Request, step: PrefillStep) -> None:
         """Send the step's pages while the next one computes."""
+        if request.alone:
+            return
         self._computed[request.rid] = self._engine.clock()
         self._instance.computed(request.rid, self._engine.clock())
 
     def prompt_done(self, request: Request, step: PrefillStep, token: OutputToken) -> None:
         """Send the last pages and hand the request over."""
+        if request.alone:
+            self._engine.finish(request, Finish("length"), token)
+            return
         self._firsts[request.rid] = token
         self._computed[request.rid] = self._engine.clock()
         # They are the decode side's to tell: routers put what both sides say one behind the other.
@@ -191,11 +205,15 @@ class Prefill:
 
     def begin_prompt(self, rid: str) -> int | None:
         """Pages, and a place in the scheduler."""
-        engine, request = self._engine, self._engine.requests[rid]
+        request = self._engine.requests[rid]
+        return request.cached_tokens // self._engine.spec.page_size if self._begin(request) else None
+
+    def _begin(self, request: Request) -> bool:
+        engine = self._engine
         if not engine.has_free_row() or not engine.begin_prompt(request):
-            return None
+            return False
         engine.scheduler.add_prefill(request)
-        return request.cached_tokens // engine.spec.page_size
+        return True
 
     def gather(self, slot: int, rid: str, first_page: int, pages: int) -> Gathered:
         """Fill a staging slot."""

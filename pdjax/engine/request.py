@@ -7,7 +7,7 @@ import zlib
 from dataclasses import dataclass, field
 
 from pdjax.engine.grammar import Matcher
-from pdjax.wire import Generate, Rendezvous, SamplingParams
+from pdjax.wire import NO_PARTNER, Generate, Rendezvous, SamplingParams
 
 Top = list[tuple[int, float]]  # tokens and their log-probabilities, best first
 
@@ -71,6 +71,11 @@ class Request:
         return len(self.input_ids)
 
     @property
+    def alone(self) -> bool:
+        """Whether it has no other half, although its instance has a role: see `pdjax.disagg.alone`."""
+        return self.rendezvous is not None and self.rendezvous.host == NO_PARTNER
+
+    @property
     def max_tokens(self) -> int:
         """The most tokens that this request's keys and values can take.
 
@@ -81,6 +86,8 @@ class Request:
     @property
     def computed_ids(self) -> list[int]:
         """The tokens, from the first on, whose keys and values are in the pages."""
+        if self.alone:
+            return []  # there may be zeros
         if not self.output_ids:
             return self.input_ids[: self.computed]
         return (self.input_ids + self.output_ids)[: self.next_position]

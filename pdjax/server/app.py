@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdjax import wire
 from pdjax.server import answers
 from pdjax.server.chat import chat
 from pdjax.server.chat_request import NEUTRAL as chat_neutral
@@ -181,13 +182,12 @@ async def _health(service: Service, _: Request) -> Response:
     return Response("OK", media_type="text/plain")
 
 
-async def _health_generate(service: Service, request: Request) -> Response:
-    """Generates a token where one instance can; elsewhere it takes a pair to do so."""
-    instance = service.instance
-    if instance.role != "unified":
-        return await _health(service, request)
-    greedy = SamplingFields(max_new_tokens=1, temperature=0, ignore_eos=True)
-    jobs = make_jobs(instance, [Ask([0], new_rid("health"), greedy)], bootstrap=Bootstrap(), default_max=1)
+async def _health_generate(service: Service, _: Request) -> Response:
+    """Has the engine make a token, without a partner. A decode instance is given its first one: it makes the second."""
+    await service.leader.check_health()
+    greedy = SamplingFields(max_new_tokens=2, temperature=0, ignore_eos=True)
+    alone = Bootstrap(wire.NO_PARTNER, room=0)
+    jobs = make_jobs(service.instance, [Ask([0], new_rid("health"), greedy)], bootstrap=alone, default_max=1)
     try:
         with service.run(jobs) as run:
             async with asyncio.timeout(GENERATION_CHECK_SECONDS):

@@ -184,6 +184,8 @@ def rendezvous(instance: Instance, bootstrap: Bootstrap, samples: Sequence[int])
 def _meeting(instance: Instance, host: str | None, port: int | None, room: int) -> wire.Rendezvous:
     host = host if host is not None else instance.bootstrap_host
     port = port if port is not None else instance.bootstrap_port
+    if host == wire.NO_PARTNER:
+        port = port or 1
     if host is None:
         raise HttpError(400, "bootstrap_host: the prefill instance's address is missing")
     if port is None:

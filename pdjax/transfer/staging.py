@@ -109,6 +109,10 @@ class LandingRing(_Slots):
         """Where a slot begins in the region, in bytes."""
         return slot * self.slot_bytes
 
+    def clear(self, slot: int) -> None:
+        """Fill a slot with zeros."""
+        ctypes.memset(self._address + self.offset(slot), 0, self.slot_bytes)
+
     def warm_up(self, pool: jax.Array) -> jax.Array:
         """Compile the scatter by writing zeros to page 0; returns the pool, which was donated."""
         return self.scatter(0, pool, [0])

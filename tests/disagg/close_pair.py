@@ -21,6 +21,7 @@ from pdjax.engine.engine import Engine, Limits
 from pdjax.engine.scheduler import Scheduler
 from pdjax.net.events import Frame, LinkDown, LinkUp
 from pdjax.transfer.backend import Drained, Notice, Write, WriteDone
+from pdjax.transfer.path_test import PathTestCells
 from pdjax.transfer.staging import LandingRing, SourceStaging
 from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Rendezvous, SamplingParams, ToFrontend, Tokens
 
@@ -127,7 +128,7 @@ class ClosePair:
             )
             side.hello = messages.encode(registration)
             shared: dict[str, Any] = {"network": side, "backend": backend, "registration": registration}
-            shared["timeouts"] = timeouts
+            shared |= {"timeouts": timeouts, "test_cells": PathTestCells(backend, receives=role == "decode")}
             if role == "prefill":
                 make = lambda engine, s=sizes, t=tiny, k=shared: Prefill(  # noqa: E731
                     engine, staging=SourceStaging(t.spec, t.mesh, **s), **k

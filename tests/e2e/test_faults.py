@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from halves import Room
 from processes import get, post
-from tiny_pair import STATES, TinyPair, prompt, stage, stop, until, wait_ended
+from tiny_pair import LONG, STATES, TinyPair, prompt, stage, stop, until, wait_ended
 
 pytestmark = pytest.mark.e2e
 PAIRED = ("waiting", "transferring")  # states in which both halves wait for each other
@@ -173,6 +173,31 @@ def test_a_data_path_that_loses_what_is_sent_takes_no_request_and_health_says_so
     pair.hold(0)
     pair.answers_rightly()
     until(pair.decode.healthy, pair.decode)
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_an_instance_shows_that_it_can_generate_without_a_partner(pair: TinyPair, side: str) -> None:
+    part, other = getattr(pair, side), pair.decode if side == "prefill" else pair.prefill
+    body = {"input_ids": LONG[0], "bootstrap_host": "2.2.2.2", "bootstrap_room": 0}
+    body["sampling_params"] = {"temperature": 0, "max_new_tokens": 5, "ignore_eos": True}
+    go_on = stop(other)
+    try:
+        before = part.metrics()["pdjax_steps_total"]
+        assert get(f"{part.url}/health_generate")[0] == 200
+        until(lambda: part.metrics()["pdjax_steps_total"] > before, part)  # they are told half a second late
+        answers = [post(f"{part.url}/generate", body) for _ in range(2)]
+    finally:
+        go_on()
+    assert all(status == 200 for status, _ in answers), answers
+    first, second = (answer["output_ids"] for _, answer in answers)
+    assert first == second, "no request sees what was in its pages before"
+    assert len(first) == 5 if side == "decode" else first == pair.answer(LONG[0], 1)
+    assert pair.is_right(ended(pair.room(*LONG))), "what it left in its pages is nobody's prefix"
+
+
+def ended(room: Room) -> Room:
+    wait_ended([room])
+    return room
 
 
 def test_every_state_is_staged(pair: TinyPair) -> None:

@@ -30,7 +30,7 @@ class TinyPair:
     def __init__(
         self, folder: Path, model: Path, answer: Callable[[list[int], int], list[int]], **options: Any
     ) -> None:
-        self._folder, self._model, self._answer, self._options = folder, model, answer, options
+        self._folder, self._model, self.answer, self._options = folder, model, answer, options
         self._delay = folder / "delay"
         self.bootstrap = free_port()
         self.prefill = self.start("prefill")
@@ -90,7 +90,7 @@ class TinyPair:
     def is_right(self, room: Room) -> bool:
         """Whether the decode half has got exactly the tokens that a unified engine gives."""
         assert room.decode is not None
-        return room.decode.output_ids == self._answer(room.prompt, room.tokens)
+        return room.decode.output_ids == self.answer(room.prompt, room.tokens)
 
     def answers_rightly(self) -> None:
         room = self.room(prompt(40))

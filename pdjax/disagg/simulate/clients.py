@@ -322,12 +322,14 @@ class Clients:
         if kind is None:
             raise Violation(f"request {room.id} was told what nobody knows of: {reason!r}", room.number)
         ended_elsewhere = room.aborted or room.prefill_end not in (None, "") or room.decode_end not in (None, "")
+        # A data path that fails its test takes its link with it.
+        path = self.disturbed_links or self.faults["write"] > 0 or self.faults["damage"] > 2
         allowed = {
             SELF_MADE: ended_elsewhere,
             CONTEST: room.contested,
-            LINK: self.disturbed_links,
+            LINK: path,
             DAMAGE: self.faults["damage"] > 2,
-            TEST: self.faults["damage"] > 2 or self.faults["write"] > 0 or self.disturbed_links,
+            TEST: path,
             WRITE: self.faults["write"] > 0 or self.disturbed_links,
             WAIT: not self.calm or ((room.halves < 2 or room.contested or ended_elsewhere) and not room.halved),
         }[kind]
