@@ -111,7 +111,8 @@ class ClosePair:
         self._rooms = 0
         timeouts = Timeouts(bootstrap=1e4, waiting=1e4, transfer=1e4, alloc=1e4, link=1e4, peer=1e4)
         for role, side, tiny in (("prefill", self.prefill, prefill_model), ("decode", self.decode, decode_model)):
-            backend, slot_pages = Backend(side), tiny.prefill_tokens // tiny.spec.page_size
+            backend: Any = Backend(side)
+            slot_pages = tiny.prefill_tokens // tiny.spec.page_size
             sizes: dict[str, Any] = {"slots": SLOTS, "slot_pages": slot_pages, "backend": backend}
             registration = messages.Registration(
                 protocol_version=messages.PROTOCOL_VERSION,

@@ -262,6 +262,36 @@ def test_a_prefill_instance_sends_the_test_message_that_it_is_asked_for_or_says_
     assert "no route" in (instance.problem(later) or "")
 
 
+def test_a_peer_leaves_the_last_slot_to_others_and_takes_it_where_there_are_none() -> None:
+    host = Host()
+    host.slots = [0, 1, 2]  # as many as it has registered
+    numbers = iter(range(100, 200))
+    host.draw = lambda: next(numbers)  # type: ignore[method-assign]
+    instance = decode(host)
+    ask(instance, 0.0)
+    linked(host, instance, 0.0)
+
+    def want(link: str, room: int, generation: int, chunk: int) -> None:
+        instance.frame(link, messages.encode(messages.SlotRequest(room, generation, chunk)), 0.0)
+
+    want(LINK, 3, 100, 0)
+    want(LINK, 3, 100, 1)
+    instance.submit(DecodeAsk("r2", 4, "other", 7, 4, b"d" * 8, 4), 0.0)
+    instance.tick(0.0)
+    instance.link_up("other:7", HELLO[2], 0.0)
+    come(host, instance, 0.0)
+    want(LINK, 3, 100, 2)
+    assert host.slots == [0] and instance.stats()["staging_slots_wanted"] == 1
+    want("other:7", 4, 101, 0)
+    assert host.slots == [] and host.sent[-1] == messages.SlotGrant(4, 101, 0, 0)
+    instance.frame("other:7", messages.encode(messages.Abort(4, 101, 502, "the instance is stopping")), 0.0)
+    instance.frame("other:7", messages.encode(messages.AbortAck(4, 101)), 0.0)
+    assert host.slots == [0], "it is kept for whoever else comes"
+    instance.link_down("other:7", "it was closed", 0.0)
+    want(LINK, 3, 100, 3)
+    assert host.slots == []
+
+
 def test_a_room_number_is_free_again_while_slots_of_the_old_room_are_out() -> None:
     host = Host()
     instance = decode(host)

@@ -9,8 +9,8 @@ from pdjax.disagg.simulate.plants import PLANTS
 
 FEW = Settings(prefill=2, decode=3, rooms=60, faults=8)
 
-# Pages and slots are plenty: whoever waits for them behind an instance that hangs may overrun its bounds.
-ONE_BAD = Settings(prefill=2, decode=2, rooms=60, faults=6, spares=True, decode_pages=2000, slots=64)
+# Pages are plenty: whoever waits for them behind requests of an instance that hangs may overrun its bounds.
+ONE_BAD = Settings(prefill=2, decode=2, rooms=60, faults=6, spares=True, decode_pages=2000)
 
 
 def test_nothing_that_must_never_happen_happens_in_200_seeds() -> None:

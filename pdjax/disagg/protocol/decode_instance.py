@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from pdjax.disagg.protocol import actions, decode_room, messages
@@ -57,6 +57,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self._paths = PathTests(timeouts.peer)
         self._quarantine = Quarantine()
         self._slot_queue: deque[tuple[DecodeRoom, int]] = deque()
+        self._slots_out: Counter[str] = Counter()  # by peer
         self._drains: dict[int, DecodeRoom] = {}
         self._drained = 0
 
@@ -372,6 +373,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
                 self._host.scatter(self._jobs[room.room].ask.rid, slot, first_page, pages)
                 self._feed(room, decode_room.Scattered(chunk), now)
             case actions.FreeSlot(slot):
+                self._slots_out[room.peer] -= 1
                 self._host.free_slot(slot)
                 self._grant_slots(now)
             case actions.StartDecode(handoff, prompt):
@@ -408,16 +410,27 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
 
     def _grant_slots(self, now: float) -> None:
         """Give free slots to the chunks that wait, oldest first."""
-        while self._slot_queue:
-            room, chunk = self._slot_queue[0]
+        queue, passed_over = self._slot_queue, []
+        while queue:
+            room, chunk = queue.popleft()
             if room.state.final:
-                self._slot_queue.popleft()
+                continue
+            if self._is_last_slot_for_others(room.peer):
+                passed_over.append((room, chunk))
                 continue
             slot = self._host.take_slot()
             if slot is None:
-                return
-            self._slot_queue.popleft()
+                queue.appendleft((room, chunk))
+                break
+            self._slots_out[room.peer] += 1
             self._feed(room, decode_room.SlotFound(chunk, slot), now)
+        queue.extendleft(reversed(passed_over))
+
+    def _is_last_slot_for_others(self, peer: str) -> bool:
+        """With several peers, the last free slot is for one that has none: a peer that hangs must not keep them all."""
+        if len(self._links) < 2 or not self._slots_out[peer]:
+            return False
+        return self._slots_out.total() + 1 >= self._registration.slots > 1
 
     def _drop_job(self, number: int) -> _Job | None:
         job = self._jobs.pop(number, None)

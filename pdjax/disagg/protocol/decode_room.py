@@ -116,6 +116,7 @@ class DecodeRoom:
     timer: float | None = None  # see `Timers`
     state: RoomState = RoomState.BOOTSTRAPPING
     link: str | None = None
+    peer: str = ""  # the link's name, also once it is lost
     generation: int | None = None
     waits_for: str = ""
     has_pages: bool = True
@@ -158,7 +159,8 @@ class DecodeRoom:
                 self.waits_for, self.deadline = f"waited {seconds:g} s for {what}", now + seconds
                 return []
             case Reserved() if not self.state.final:
-                self.link, self.generation, self._pages = event.link, event.generation, event.pages
+                self.link = self.peer = event.link
+                self.generation, self._pages = event.generation, event.pages
                 self._first_page, self._covered = event.first_page, set(range(event.first_page))
                 self._prompt_tokens = event.prompt_tokens
                 self.waits_for, self.has_pages = "", event.has_pages
