@@ -6,25 +6,34 @@ import secrets
 import sys
 import time
 
+from pdjax.disagg import orders
 from pdjax.disagg.admission import Admission
 from pdjax.disagg.alone import Alone
+from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, ZeroPages
+from pdjax.disagg.pieces import Arrival, LandingBook, PieceError, Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.receiver import Receiver
 from pdjax.disagg.timeline import RoomTimeline
 from pdjax.engine.engine import Engine
+from pdjax.engine.orders import RoleOrder, RoleReport
 from pdjax.engine.plan import PrefillStep
 from pdjax.engine.request import OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
-from pdjax.transfer.backend import Drained, Notice, PeerLost, TransferBackend, WriteDone, WriteFailed
-from pdjax.transfer.path_test import PathTestCells
-from pdjax.transfer.staging import LandingRing
+from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
+from pdjax.transfer.staging import Slots
 
 
 class Decode:
-    """See `pdjax.engine.roles.Role`. Binds a `DecodeInstance` to the engine, the network and the staging ring."""
+    """See `pdjax.engine.roles.Role`. Binds a `DecodeInstance` to the engine, the network and the instance's receivers.
+
+    Args:
+        receiver: of this process, the leader's.
+        processes: of this instance; all but this one are told by the engine's orders what to scatter.
+    """
 
     name = "decode"
 
@@ -33,17 +42,20 @@ class Decode:
         engine: Engine,
         *,
         network: Network,
-        backend: TransferBackend,
-        ring: LandingRing,
-        test_cells: PathTestCells,
+        receiver: Receiver,
+        slots: Slots,
+        processes: int,
         registration: messages.Registration,
         timeouts: Timeouts,
     ) -> None:
         self._engine = engine
         self._network = network
-        self._backend = backend
-        self._ring = ring
-        self._test_cells = test_cells
+        self._receiver = receiver
+        self._slots = slots
+        self._processes = processes
+        self._book = LandingBook(registration.state, registration.layout)
+        self._arrived: dict[int, Arrival] = {}  # the chunk that the instance is being told of, by slot
+        self._draining = Tally()  # over the processes
         self._link_timeout = timeouts.link
         self._admission = Admission(engine)
         self._alone = Alone(self._begin)
@@ -88,16 +100,16 @@ class Decode:
         match event:
             case Frame(link, body):
                 self._instance.frame(link, body, now)
-            case Notice(payload):
-                self._instance.landed(payload, now)
+            case Notice() | Drained():
+                self._hear(self._receiver.on_event(event))
+            case RoleReport(body):
+                self._hear(orders.decode_report(body))
             case LinkUp(link, hello):
                 self._instance.link_up(link, hello, now)
             case LinkFailed(link, reason, gone):
                 self._instance.link_failed(link, reason, now, gone=gone)
             case LinkDown(link, reason, gone):
                 self._instance.link_down(link, reason, now, gone=gone)
-            case Drained(id):
-                self._instance.drained(id, now)
             case PeerLost() | WriteDone() | WriteFailed():
                 self._instance.counters["refused_frames"] += 1
             case _:
@@ -133,7 +145,7 @@ class Decode:
              "damaged_chunks", "refused_frames"), 0.0)  # fmt: skip
         totals = {f"{name}_total": value for name, value in known.items()}
         own = self._admission.retraction.stats() | self._instance.stats()
-        return totals | own | {"staging_slots_free": self._ring.free_slots}
+        return totals | own | {"staging_slots_free": self._slots.free_slots}
 
     def check_integrity(self) -> None:
         """At rest no request has a room."""
@@ -161,12 +173,13 @@ class Decode:
         return secrets.randbits(63)
 
     def take_slot(self) -> int | None:
-        """A free slot of the ring."""
-        return self._ring.take()
+        """A free slot of the rings."""
+        return self._slots.take()
 
     def free_slot(self, slot: int) -> None:
         """Give it back."""
-        self._ring.free(slot)
+        self._book.forget(slot)
+        self._slots.free(slot)
 
     def reserve(self, rid: str, *, share: bool) -> int | None:
         """Pages for its prompt and its first steps."""
@@ -179,46 +192,41 @@ class Decode:
         engine.trace.request("alloc wait", request, request.arrived, engine.clock())
         return filled
 
-    def checksum(self, slot: int, nbytes: int) -> int | None:
-        """Of a slot."""
-        return self._ring.checksum(slot, nbytes)
-
     def holds_test(self, number: int) -> bool:
         """In the region for test messages."""
-        return self._test_cells.holds(number)
+        return self._receiver.test_cells.holds(number)
 
     def landed(self, rid: str, notice: messages.ChunkNotice) -> None:
         """For the request's timeline."""
-        self._timelines[rid].landed(notice)
         engine, now = self._engine, self._engine.clock()
-        posted = now - max(0.0, time.time() - notice.posted_at)
+        seconds = max(0.0, time.time() - self._arrived[notice.slot].posted_at)
+        self._timelines[rid].landed(seconds, notice.nbytes)
+        posted = now - seconds
         engine.trace.request("land", engine.requests[rid], posted, now, chunk=notice.chunk, bytes=notice.nbytes)
 
     def scatter(self, rid: str, slot: int, first_page: int, pages: int) -> None:
-        """From the ring into the pool."""
-        engine, runner, start = self._engine, self._engine.runner, self._engine.clock()
-        request = engine.requests[rid]
+        """From the rings into the pool."""
+        engine, start = self._engine, self._engine.clock()
+        request, arrival = engine.requests[rid], self._arrived[slot]
         destination = request.pages[first_page : first_page + pages]
-        runner.pool = self._ring.scatter(slot, runner.pool, destination)
+        self._order(ScatterChunk(arrival.layout, arrival.chunk, arrival.prompt_tokens, destination))
         engine.trace.request("scatter", request, start, engine.clock(), pages=pages)
 
     def _begin(self, request: Request) -> bool:
         """Generate without a partner, from zeros and the last prompt token."""
-        if not self._ring.free_slots or not self._admission.reserve(request):
+        if not self._slots.free_slots or not self._admission.reserve(request):
             return False
-        slot = self._ring.take()
+        slot = self._slots.take()
         assert slot is not None, "there is a free one"
-        self._ring.clear(slot)
-        pages, most = self._engine.spec.pages(request.prompt_tokens), self._ring.slot_pages
-        for first in range(0, pages, most):
-            self.scatter(request.rid, slot, first, min(most, pages - first))
-        self._ring.free(slot)
+        self._order(ZeroPages(slot, request.pages[: self._engine.spec.pages(request.prompt_tokens)]))
+        self._slots.free(slot)
         self._engine.start_decoding(request, OutputToken(request.input_ids[-1], 0.0))
         return True
 
     def drain(self, id: int) -> None:
-        """Run the backend dry."""
-        self._backend.drain(id)
+        """Run the backends of all processes dry."""
+        self._draining.begin(id, self._processes)
+        self._order(Drain(id))
 
     def start(
         self, rid: str, handoff: messages.Handoff, prompt: tuple[messages.PromptLogprobs, ...], met: float
@@ -241,3 +249,40 @@ class Decode:
     def say(self, text: str) -> None:
         """To the log."""
         print(f"pdjax decode: {text}", file=sys.stderr, flush=True)
+
+    # The instance's processes
+
+    def _order(self, order: orders.Order) -> None:
+        """Have every process carry out an order."""
+        if self._processes > 1:
+            self._engine.runner.announce(RoleOrder(orders.encode(order)))
+        self._receiver.carry_out(order)
+
+    def _hear(self, report: orders.Report | None) -> None:
+        """A process, this one or another, reports."""
+        match report:
+            case None:
+                return
+            case PieceLanded(notice, intact):
+                try:
+                    arrival = self._book.landed(notice, intact=intact)
+                except PieceError as error:
+                    self._refuse(str(error))
+                    return
+                if arrival is not None:
+                    self._arrived[arrival.chunk.slot] = arrival
+                    self._instance.landed(arrival.chunk, self._engine.clock(), damaged=arrival.damaged)
+                    del self._arrived[arrival.chunk.slot]
+            case PathTested(number):
+                self._instance.test_came(number, self._engine.clock())
+            case NoticeRefused(reason):
+                self._refuse(reason)
+            case Dry(id):
+                if self._draining.ended(id) is not None:
+                    self._instance.drained(id, self._engine.clock())
+            case _:
+                raise TypeError(f"a decode process has reported {type(report).__name__}")
+
+    def _refuse(self, reason: str) -> None:
+        self._instance.counters["refused_frames"] += 1
+        self.say(f"a notice was dropped: {reason}")

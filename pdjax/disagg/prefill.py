@@ -3,35 +3,35 @@
 from __future__ import annotations
 
 import sys
-import time
+from collections.abc import Callable
 
+from pdjax.disagg import orders
 from pdjax.disagg.alone import Alone
+from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk
+from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
-from pdjax.disagg.protocol.hosts import Gathered
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine
+from pdjax.engine.orders import RoleOrder, RoleReport
 from pdjax.engine.plan import PrefillStep
 from pdjax.engine.request import Finish, OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
-from pdjax.transfer.backend import (
-    Drained,
-    Notice,
-    PeerLost,
-    TransferBackend,
-    TransferError,
-    Write,
-    WriteDone,
-    WriteFailed,
-)
-from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
-from pdjax.transfer.staging import REGION, SourceStaging
+from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
+from pdjax.transfer.staging import Slots
 
 
 class Prefill:
-    """See `pdjax.engine.roles.Role`. Binds a `PrefillInstance` to the engine, the network and the backend."""
+    """See `pdjax.engine.roles.Role`. Binds a `PrefillInstance` to the engine, the network and the instance's senders.
+
+    Args:
+        sender: of this process, the leader's.
+        processes: of this instance; all but this one are told by the engine's orders what to send.
+        post: puts something into the engine's inbox.
+    """
 
     name = "prefill"
 
@@ -40,23 +40,24 @@ class Prefill:
         engine: Engine,
         *,
         network: Network,
-        backend: TransferBackend,
-        staging: SourceStaging,
-        test_cells: PathTestCells,
+        sender: Sender,
+        slots: Slots,
+        processes: int,
+        post: Callable[[object], None],
         registration: messages.Registration,
         timeouts: Timeouts,
     ) -> None:
         self._engine = engine
         self._network = network
-        self._backend = backend
-        self._staging = staging
-        self._test_cells = test_cells
-        self._verify = registration.verify
+        self._sender = sender
+        self._slots = slots
+        self._processes = processes
+        self._post = post
+        self._sending = Tally()  # chunks, over the processes
         self._alone = Alone(self._begin)
         self._firsts: dict[str, OutputToken] = {}  # first tokens of prompts that are computed, by request id
-        # For the trace: when a request's latest step was computed, whose pages a slot has, and writes on their way.
+        # For the trace: when a request's latest step was computed, and writes on their way.
         self._computed: dict[str, float] = {}
-        self._gathered: dict[int, Request] = {}
         self._writing: dict[int, tuple[Request, float, int]] = {}
         self._instance = PrefillInstance(self, registration=registration, timeouts=timeouts)
 
@@ -94,21 +95,16 @@ class Prefill:
         match event:
             case Frame(link, body):
                 self._instance.frame(link, body, now)
-            case WriteDone(id):
-                written = self._writing.pop(id, None)
-                if written is not None:
-                    request, posted, nbytes = written
-                    self._engine.trace.request("write", request, posted, now, bytes=nbytes)
-                self._instance.write_ended(id, None, now)
-            case WriteFailed(id, cause):
-                self._writing.pop(id, None)
-                self._instance.write_ended(id, cause, now)
+            case WriteDone() | WriteFailed() | PeerLost():
+                self._hear(self._sender.on_event(event))
+            case ChunkSent():
+                self._hear(event)
+            case RoleReport(body):
+                self._hear(orders.decode_report(body))
             case LinkUp(link, hello):
                 self._instance.link_up(link, hello, now)
             case LinkDown(link, reason):
                 self._instance.link_down(link, reason, now)
-            case PeerLost(peer, cause):
-                self._instance.path_lost(peer, cause, now)
             case Notice() | Drained() | LinkFailed():
                 self._instance.counters["refused_frames"] += 1
             case _:
@@ -164,7 +160,7 @@ class Prefill:
         """Rooms, queues and what was sent."""
         known = dict.fromkeys(("sent_bytes", "sent_chunks", "failed_rooms", "refused_frames"), 0.0)
         totals = {f"{name}_total": value for name, value in known.items()}
-        return totals | self._instance.stats() | {"staging_slots_free": self._staging.free_slots}
+        return totals | self._instance.stats() | {"staging_slots_free": self._slots.free_slots}
 
     def check_integrity(self) -> None:
         """At rest no request has a room."""
@@ -182,26 +178,26 @@ class Prefill:
         """End a link."""
         self._network.close(link)
 
-    def open_path(self, link: str, transfer: bytes) -> str | None:
-        """Connect the backend."""
-        try:
-            self._backend.connect(link, transfer)
-        except TransferError as error:
-            return str(error)
-        self.say(f"decode instance joined ({self._backend.path(link)})")
+    def open_path(self, link: str, peer: messages.Registration) -> str | None:
+        """Have all processes connect their backends; one that can't reports it later."""
+        lost = self._order(OpenPath(link, peer.layout, peer.slot_pages, peer.ranks))
+        if isinstance(lost, PathLost):
+            self.close_path(link)
+            return lost.cause
+        self.say(f"decode instance joined ({self._sender.path(link)})")
         return None
 
     def close_path(self, link: str) -> None:
-        """Disconnect the backend."""
-        self._backend.disconnect(link)
+        """Have all processes disconnect their backends."""
+        self._order(ClosePath(link))
 
     def take_slot(self) -> int | None:
         """A free staging slot."""
-        return self._staging.take()
+        return self._slots.take()
 
     def free_slot(self, slot: int) -> None:
         """Give it back."""
-        self._staging.free(slot)
+        self._slots.free(slot)
 
     def begin_prompt(self, rid: str) -> int | None:
         """Pages, and a place in the scheduler."""
@@ -215,52 +211,24 @@ class Prefill:
         engine.scheduler.add_prefill(request)
         return True
 
-    def gather(self, slot: int, rid: str, first_page: int, pages: int) -> Gathered:
-        """Fill a staging slot."""
+    def write(self, id: int, link: str, slot: int, rid: str, notice: messages.ChunkNotice, deadline: float) -> None:
+        """Have each process gather and send what its ranks hold."""
         engine, start = self._engine, self._engine.clock()
         request = engine.requests[rid]
-        nbytes = self._staging.gather(slot, engine.runner.pool, request.pages[first_page : first_page + pages])
-        checksum = self._staging.checksum(slot, nbytes) if self._verify else None
+        page_ids = request.pages[notice.first_page : notice.first_page + notice.pages]
+        self._sending.begin(id, self._processes)
+        sent = self._order(SendChunk(id, link, slot, notice, request.prompt_tokens, page_ids, deadline - start))
+        if sent is not None:
+            self._post(sent)
+        now = engine.clock()
+        self._writing[id] = request, now, notice.nbytes
         engine.trace.request("slot wait", request, self._computed.get(rid, start), start)
-        engine.trace.request("gather", request, start, engine.clock(), bytes=nbytes)
-        self._gathered[slot] = request
-        return Gathered(nbytes, checksum, time.time())
+        engine.trace.request("gather", request, start, now, bytes=notice.nbytes)
 
-    def write(
-        self, id: int, link: str, slot: int, peer_offset: int, nbytes: int, notice: bytes, deadline: float
-    ) -> None:
-        """Hand a slot to the backend."""
-        self._writing[id] = self._gathered.pop(slot), self._engine.clock(), nbytes
-        self._backend.write(
-            Write(
-                id=id,
-                peer=link,
-                region=self._staging.region(slot),
-                offset=0,
-                peer_region=REGION,
-                peer_offset=peer_offset,
-                nbytes=nbytes,
-                notice=notice,
-                deadline=deadline,
-            )
-        )
-
-    def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
-        """Hand a test message to the backend."""
-        offset = self._test_cells.fill(number)
-        self._backend.write(
-            Write(
-                id=id,
-                peer=link,
-                region=PATH_REGION,
-                offset=offset,
-                peer_region=PATH_REGION,
-                peer_offset=offset,
-                nbytes=CELL,
-                notice=notice,
-                deadline=deadline,
-            )
-        )
+    def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
+        """From this process, the leader's, to the peer's leader's."""
+        self._sending.begin(id, 1)
+        self._sender.test_path(id, link, number, deadline)
 
     def finish(self, rid: str) -> None:
         """Answer the client with the first token."""
@@ -276,3 +244,31 @@ class Prefill:
     def say(self, text: str) -> None:
         """To the log."""
         print(f"pdjax prefill: {text}", file=sys.stderr, flush=True)
+
+    # The instance's processes
+
+    def _order(self, order: orders.Order) -> ChunkSent | PathLost | None:
+        """Have every process carry out an order. Returns this one's immediate report."""
+        if self._processes > 1:
+            self._engine.runner.announce(RoleOrder(orders.encode(order)))
+        return self._sender.carry_out(order)
+
+    def _hear(self, report: orders.Report | None) -> None:
+        """A process, this one or another, reports."""
+        now = self._engine.clock()
+        match report:
+            case None:
+                return
+            case ChunkSent(id, error):
+                over = self._sending.ended(id, error)
+                if over is None:
+                    return
+                written = self._writing.pop(id, None)
+                if written is not None and over.error is None:
+                    request, posted, nbytes = written
+                    self._engine.trace.request("write", request, posted, now, bytes=nbytes)
+                self._instance.write_ended(id, over.error, now)
+            case PathLost(link, cause):
+                self._instance.path_lost(link, cause, now)
+            case _:
+                raise TypeError(f"a prefill process has reported {type(report).__name__}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
-from pdjax.disagg.protocol.messages import ChunkNotice, Handoff
+from pdjax.disagg.protocol.messages import Handoff
 
 
 @dataclass
@@ -20,10 +19,10 @@ class RoomTimeline:
     chunks: int = 0
     reused_tokens: int = 0  # of the prompt, those that were here already
 
-    def landed(self, notice: ChunkNotice) -> None:
-        """Add a chunk."""
-        self.transfer_s += max(0.0, time.time() - notice.posted_at)
-        self.transfer_bytes += notice.nbytes
+    def landed(self, seconds: float, nbytes: int) -> None:
+        """Add a chunk that was so long on its way."""
+        self.transfer_s += seconds
+        self.transfer_bytes += nbytes
         self.chunks += 1
 
     def summary(self, handoff: Handoff) -> dict[str, float]:

@@ -24,6 +24,7 @@ from pdjax.engine.orders import (
     OtherTokens,
     Report,
     RestorePages,
+    RoleOrder,
     SavePages,
     Trouble,
 )
@@ -108,12 +109,17 @@ class Inbound(Protocol):
 
 
 class Follower:
-    """A worker's side: carries out orders in turn, each checked first."""
+    """A worker's side: carries out orders in turn, each checked first.
 
-    def __init__(self, inbound: Inbound, runner: Runner, host: HostPages) -> None:
+    Args:
+        on_role: takes what the leader's role says to this process's.
+    """
+
+    def __init__(self, inbound: Inbound, runner: Runner, host: HostPages, on_role: Callable[[bytes], None]) -> None:
         self._inbound = inbound
         self._runner = runner
         self._host = host
+        self._on_role = on_role
         self._number = 0
         self._digest = 0
         self._running: deque[RunningStep] = deque()
@@ -167,6 +173,8 @@ class Follower:
                 self._host.put_back(order.save, order.pages, first=order.first)
             case DropPages():
                 self._host.forget(order.save)
+            case RoleOrder():
+                self._on_role(order.body)
 
     def _read(self) -> None:
         """Wait for the oldest step that was not read, if there is one, and note its tokens."""

@@ -35,11 +35,17 @@ class DropPages(msgspec.Struct, frozen=True, tag_field="type", tag="drop"):
     save: int
 
 
+class RoleOrder(msgspec.Struct, frozen=True, tag_field="type", tag="role"):
+    """What the leader's role has the workers' do, in a form of its own."""
+
+    body: bytes
+
+
 class Halt(msgspec.Struct, frozen=True, tag_field="type", tag="halt"):
     """End: the instance was asked to stop."""
 
 
-Order = PrefillStep | DecodeStep | SavePages | RestorePages | DropPages | Halt
+Order = PrefillStep | DecodeStep | SavePages | RestorePages | DropPages | RoleOrder | Halt
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -90,7 +96,19 @@ class AskedToStop(msgspec.Struct, frozen=True, tag_field="type", tag="stop"):
     """A worker was sent SIGTERM or SIGINT: the instance is asked to stop."""
 
 
-Report = Disagreement | OtherTokens | Trouble | Compiled | AskedToStop
+class Reachable(msgspec.Struct, frozen=True, tag_field="type", tag="reachable"):
+    """A worker's memory stands ready for other instances, which reach it by this description."""
+
+    transfer: bytes
+
+
+class RoleReport(msgspec.Struct, frozen=True, tag_field="type", tag="role_report"):
+    """What a worker's role tells the leader's, in a form of its own."""
+
+    body: bytes
+
+
+Report = Disagreement | OtherTokens | Trouble | Compiled | AskedToStop | Reachable | RoleReport
 
 _encoder = msgspec.msgpack.Encoder()
 _frames = msgspec.msgpack.Decoder(Frame)

@@ -108,7 +108,7 @@ def _check(
     ours = _registration(config, side, "decode")
     if peer.model != MODEL:  # a prefill instance takes only what fits its model
         ours = msgspec.structs.replace(
-            peer, role="decode", instance=ours.instance, ranks=ours.ranks, topology=ours.topology, slots=SLOTS
+            peer, role="decode", instance=ours.instance, ranks=ours.ranks, layout=ours.layout, slots=SLOTS
         )
     network.set_hello(messages.encode(ours))
     network.connect("second", host, port, _PATIENCE)

@@ -29,6 +29,8 @@ from pdjax.layers.sharding import mesh_for_heads
 from pdjax.models.checkpoint import LoadedModel, load_model, model_identity
 from pdjax.models.folder import read_config
 from pdjax.net.world import World
+from pdjax.transfer.layout import Layout
+from pdjax.transfer.staging import Device
 from pdjax.wire import ToFrontend
 
 
@@ -38,6 +40,7 @@ class Core:
 
     runner: Runner
     mesh: Mesh
+    layout: Layout  # its places are the mesh's devices, in order
     spec: StateSpec
     limits: Limits
     pages: int
@@ -45,6 +48,12 @@ class Core:
     eos_token_ids: tuple[int, ...]
     identity: str
     info: dict[str, Any]  # what /server_info shows
+
+    @property
+    def local_devices(self) -> dict[int, Device]:
+        """This process's devices, by the numbers of their places in the layout."""
+        here = jax.process_index()
+        return {rank: device for rank, device in enumerate(self.mesh.devices.flat) if device.process_index == here}
 
     @property
     def prefill_tokens(self) -> int:
@@ -191,6 +200,7 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
     return Core(
         runner=_runner(model, config, spec=spec, pages=pages, buckets=buckets, mesh=mesh),
         mesh=mesh,
+        layout=Layout(tp=tp),
         spec=spec,
         limits=limits,
         pages=pages,

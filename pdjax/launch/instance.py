@@ -10,7 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -18,12 +18,15 @@ from pdjax.config import Config, ConfigError
 from pdjax.engine.frontend import Frontend
 from pdjax.launch import mpiexec
 from pdjax.launch.fetch import fetch
-from pdjax.launch.join import GRACE_SECONDS, join, say
+from pdjax.launch.join import GRACE_SECONDS, SLOWEST_START_SECONDS, join, say
 from pdjax.models.errors import ModelError
 from pdjax.net import mpi
 from pdjax.net.world import WorldError
 from pdjax.transfer.backend import TransferError
 from pdjax.wire import Failed
+
+if TYPE_CHECKING:
+    from pdjax.launch.leading import Leading
 
 
 class StartError(Exception):
@@ -41,7 +44,6 @@ def run(role: str, config: Config) -> int:
     Raises:
         StartError: it cannot start.
     """
-    _check(role, config)
     _prepare_environment(config)
     folder = model_folder(config.model.folder)
     if mpiexec.rank() > 0:
@@ -89,8 +91,6 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     problem = mpi.check_interfaces()
     if problem is not None and role != "unified":
         raise StartError(problem)
-    if world.size > 1:
-        _check_role(role, f"{world.size} processes")
     import jax
 
     from pdjax.engine.engine import Stop
@@ -103,6 +103,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     if world.crew is not None:
         leading = Leading(
             world.crew,
+            post=inbox.put,
             stop=lambda problem: inbox.put(Stop(problem)),
             say=lambda text: say(role, text),
             bury=lambda problem: _bury(role, problem, open_requests(), frontend),
@@ -112,9 +113,12 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     say(role, f"model loaded after {time.monotonic() - started:.1f} s")
     pair = None
     if role != "unified":
-        from pdjax.launch.pair import make_pair
+        from pdjax.launch.pair import make_pair, make_part
 
-        pair = make_pair(role, config, core, inbox.put)
+        part = make_part(role, config, core, inbox.put)
+        pair = make_pair(
+            role, config, core, part, descriptions=_descriptions(part.backend.describe(), leading), post=inbox.put
+        )
     engine = make_engine(
         role, config, core, inbox=inbox, emit=frontend.send, make_role=Unified if pair is None else pair.make_role
     )
@@ -124,7 +128,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
         steps = core.warm_up_steps(role)
         core.runner.warm_up(tqdm(steps, desc=f"pdjax {role}: compiling", unit="step", file=sys.stderr))
         if pair is not None:
-            pair.warm_up(engine)
+            pair.part.warm_up()
     if pair is not None and role == "prefill":
         info["disaggregation_bootstrap_host"] = config.disagg.bootstrap_host
         info["disaggregation_bootstrap_port"] = pair.network.listen(
@@ -163,16 +167,14 @@ def _bury(role: str, problem: str, open_requests: list[str], frontend: Frontend)
     frontend.stop(GRACE_SECONDS / 2)
 
 
-def _check(role: str, config: Config) -> None:
-    if config.instance.processes > 1:
-        _check_role(role, f"{config.instance.processes} processes (Instance.processes)")
-    if config.instance.tp > 1:
-        _check_role(role, f"{config.instance.tp} devices (Instance.tp)")
-
-
-def _check_role(role: str, shape: str) -> None:
-    if role != "unified":
-        raise StartError(f"a {role} instance of {shape} is not served yet: give it one process and one device")
+def _descriptions(own: bytes, leading: Leading | None) -> list[bytes]:
+    """How the memory of each process of this instance is reached."""
+    if leading is None:
+        return [own]
+    found = leading.descriptions(own, SLOWEST_START_SECONDS)
+    if found is None:
+        raise StartError(f"a worker has made no staging memory in {SLOWEST_START_SECONDS:g} s")
+    return found
 
 
 def _prepare_environment(config: Config) -> None:

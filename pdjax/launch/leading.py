@@ -10,7 +10,7 @@ import msgspec
 
 from pdjax.engine import orders
 from pdjax.engine.lockstep import Lead
-from pdjax.engine.orders import AskedToStop, Compiled, Halt
+from pdjax.engine.orders import AskedToStop, Compiled, Halt, Reachable, RoleReport
 from pdjax.engine.runner import Runner
 from pdjax.launch.join import GRACE_SECONDS
 from pdjax.net.crew import Crew
@@ -21,6 +21,7 @@ class Leading:
 
     Args:
         crew: the connections to the workers.
+        post: takes what a worker's role says, on another thread.
         stop: called, on another thread, when the instance is to stop: with None if it was asked to, else with why.
         say: takes a line for whoever watches the instance.
         bury: called on another thread before the process is ended by force, with why.
@@ -30,11 +31,13 @@ class Leading:
         self,
         crew: Crew,
         *,
+        post: Callable[[object], None],
         stop: Callable[[str | None], None],
         say: Callable[[str], None],
         bury: Callable[[str], None],
     ) -> None:
         self._crew = crew
+        self._post = post
         self._stop = stop
         self._say = say
         self._bury = bury
@@ -44,7 +47,15 @@ class Leading:
         self._broken = threading.Event()
         self._problem = ""
         self._compiles: dict[int, int] = {}
+        self._descriptions: dict[int, bytes] = {}
+        self._all_reachable = threading.Event()
         crew.watch(on_frame=self._on_frame, on_lost=self._on_lost)
+
+    def descriptions(self, own: bytes, timeout: float) -> list[bytes] | None:
+        """How each process's memory is reached, by rank, once all have said so; None if some have not in time."""
+        if not self._all_reachable.wait(timeout):
+            return None
+        return [own, *(self._descriptions[rank] for rank in sorted(self._descriptions))]
 
     def begin(self, runner: Runner) -> None:
         """From now on whatever this process does to its devices, the workers do too."""
@@ -73,6 +84,12 @@ class Leading:
                 if self._runner is not None:
                     self._runner.compiles_after_warm_up += report.count - self._compiles.get(rank, 0)
                 self._compiles[rank] = report.count
+            case RoleReport():
+                self._post(report)
+            case Reachable(transfer):
+                self._descriptions[rank] = transfer
+                if len(self._descriptions) == len(self._crew.names) - 1:
+                    self._all_reachable.set()
             case _:
                 self._break(f"{self._crew.names[rank]} {self._lead.explain(report)}")
 

@@ -12,51 +12,69 @@ from pdjax.disagg.decode import Decode
 from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.topology import Rank
+from pdjax.disagg.protocol.topology import ranks_of
+from pdjax.disagg.receiver import Receiver
+from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine
 from pdjax.engine.roles import Role
 from pdjax.launch.core import Core
 from pdjax.launch.data_plane import read_secret, start_backend
 from pdjax.net.network import Network
-from pdjax.transfer.backend import TransferBackend
-from pdjax.transfer.path_test import PathTestCells
-from pdjax.transfer.staging import LandingRing, SourceStaging
+from pdjax.transfer.staging import Slots
 
 
 @dataclass(frozen=True)
 class Pair:
-    """The instance's half of every pair it makes with another instance."""
+    """The instance's half of every pair it makes with another instance, as its leader has it."""
 
     network: Network
-    backend: TransferBackend
-    staging: SourceStaging | LandingRing
+    part: Sender | Receiver
     make_role: Callable[[Engine], Role]
-
-    def warm_up(self, engine: Engine) -> None:
-        """Compile the repacking of chunks."""
-        engine.runner.pool = self.staging.warm_up(engine.runner.pool)
 
     def close(self) -> None:
         """Tell peers, close links and release the data plane."""
         self.network.stop()
-        self.backend.close()
+        self.part.backend.close()
 
 
-def make_pair(role: str, config: Config, core: Core, post: Callable[[object], None]) -> Pair:
-    """Build network, backend, staging and role; nothing listens yet.
+def make_part(role: str, config: Config, core: Core, post: Callable[[object], None]) -> Sender | Receiver:
+    """A process's part of the data plane: its backend, and staging for each of its ranks.
+
+    Args:
+        post: takes the backend's events, on the backend's thread.
 
     Raises:
         TransferError: the backend cannot start or has no place for staging.
     """
-    network = Network(post, secret=read_secret(config))
     backend = start_backend(config, post)
     print(f"pdjax {role}: transfer: {backend.summary}", file=sys.stderr, flush=True)
-    sizes = {"slots": config.transfer.slots, "slot_pages": core.slot_pages, "backend": backend}
-    if role == "prefill":
-        staging = SourceStaging(core.spec, core.mesh, **sizes)
-    else:
-        staging = LandingRing(core.spec, **sizes)
-    test_cells = PathTestCells(backend, receives=role == "decode")
+    return (Sender if role == "prefill" else Receiver)(
+        core.runner,
+        layout=core.layout,
+        devices=core.local_devices,
+        slots=config.transfer.slots,
+        slot_pages=core.slot_pages,
+        backend=backend,
+        verify=_verify(config),
+    )
+
+
+def make_pair(
+    role: str,
+    config: Config,
+    core: Core,
+    part: Sender | Receiver,
+    *,
+    descriptions: list[bytes],
+    post: Callable[[object], None],
+) -> Pair:
+    """Build the leader's network and role; nothing listens yet.
+
+    Args:
+        descriptions: how the memory of each process is reached, by the number of the process.
+        post: takes the network's events.
+    """
+    network = Network(post, secret=read_secret(config))
     registration = messages.Registration(
         protocol_version=messages.PROTOCOL_VERSION,
         layout_version=messages.LAYOUT_VERSION,
@@ -65,11 +83,11 @@ def make_pair(role: str, config: Config, core: Core, post: Callable[[object], No
         model=core.identity,
         state=core.spec,
         backend=config.transfer.backend,
-        ranks=[Rank(backend.describe())],
+        ranks=ranks_of(core.layout, [descriptions[device.process_index] for device in core.mesh.devices.flat]),
         slots=config.transfer.slots,
         slot_pages=core.slot_pages,
-        # The fake backend moves no bytes, so there is nothing to verify.
-        verify=config.transfer.verify and config.transfer.backend != "fake",
+        verify=_verify(config),
+        layout=core.layout,
         http_port=config.server.port,
         allocation=config.disagg.allocation,
     )
@@ -83,17 +101,17 @@ def make_pair(role: str, config: Config, core: Core, post: Callable[[object], No
         peer=config.disagg.peer_timeout,
         heartbeat=min(1.0, config.disagg.peer_timeout / 4),
     )
-    shared = {
-        "network": network,
-        "backend": backend,
-        "test_cells": test_cells,
-        "registration": registration,
-        "timeouts": timeouts,
-    }
 
     def make_role(engine: Engine) -> Role:
-        if isinstance(staging, SourceStaging):
-            return Prefill(engine, staging=staging, **shared)
-        return Decode(engine, ring=staging, **shared)
+        slots, processes = Slots(config.transfer.slots), len(descriptions)
+        shared = {"network": network, "registration": registration, "timeouts": timeouts}
+        if isinstance(part, Sender):
+            return Prefill(engine, sender=part, slots=slots, processes=processes, post=post, **shared)
+        return Decode(engine, receiver=part, slots=slots, processes=processes, **shared)
 
-    return Pair(network, backend, staging, make_role)
+    return Pair(network, part, make_role)
+
+
+def _verify(config: Config) -> bool:
+    """The fake backend moves no bytes, so there is nothing to verify."""
+    return config.transfer.verify and config.transfer.backend != "fake"

@@ -7,13 +7,18 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdjax.config import Config, ConfigError
 from pdjax.launch.join import GRACE_SECONDS, join, say
 from pdjax.models.errors import ModelError
 from pdjax.net.crew import Gone, Worker
 from pdjax.net.world import World
+
+if TYPE_CHECKING:
+    from pdjax.launch.worker_data_plane import WorkerDataPlane
 
 
 def run(role: str, config: Config, folder: Path) -> int:
@@ -23,6 +28,7 @@ def run(role: str, config: Config, folder: Path) -> int:
         WorldError, MPIError: it is no part of an instance.
     """
     stopping = threading.Event()
+    data_plane: list[WorkerDataPlane] = []  # the one, once there is one
     asked = _PassStopOn()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, asked)
@@ -33,6 +39,8 @@ def run(role: str, config: Config, folder: Path) -> int:
     def leader_gone() -> None:
         if not stopping.is_set():
             say(name, "its leader is gone, so this process ends too")
+            for each in data_plane:  # peers take what the leader had under way for ended as soon as it is gone itself
+                threading.Thread(target=each.close, daemon=True).start()
             # The device thread may be inside a collective that nobody else will enter any more.
             time.sleep(GRACE_SECONDS)
             os._exit(1)
@@ -40,7 +48,7 @@ def run(role: str, config: Config, folder: Path) -> int:
     world.worker.watch(leader_gone)
     asked.connect(world.worker)
     try:
-        _follow(role, config, folder, world, stopping)
+        _follow(role, config, folder, world, stopping, data_plane)
     except Gone:
         return 1
     except Exception as error:  # noqa: BLE001 - the leader must hear of it, whatever it was
@@ -49,7 +57,14 @@ def run(role: str, config: Config, folder: Path) -> int:
     return 0
 
 
-def _follow(role: str, config: Config, folder: Path, world: World, stopping: threading.Event) -> None:
+def _follow(
+    role: str,
+    config: Config,
+    folder: Path,
+    world: World,
+    stopping: threading.Event,
+    data_plane: list[WorkerDataPlane],
+) -> None:
     import jax
 
     from pdjax.engine.host_pages import HostPages
@@ -60,12 +75,26 @@ def _follow(role: str, config: Config, folder: Path, world: World, stopping: thr
     start_jax(world, config.instance)
     core = load_core(role, config, folder)
     host = HostPages(core.runner)
+    on_role: Callable[[bytes], None] = _no_role
+    if role != "unified":
+        from pdjax.launch.worker_data_plane import WorkerDataPlane
+
+        data_plane.append(WorkerDataPlane(role, config, core, world.worker.send))
+        on_role = data_plane[0].carry_out
     if config.engine.warmup:
         core.runner.warm_up(core.warm_up_steps(role))
+        for each in data_plane:
+            each.part.warm_up()
     core.runner.expect_no_compile()
     with jax.thread_guard(True):
-        Follower(world.worker, core.runner, host).follow()
+        Follower(world.worker, core.runner, host, on_role).follow()
     stopping.set()
+    for each in data_plane:
+        each.close()
+
+
+def _no_role(body: bytes) -> None:
+    raise AssertionError("a unified instance has nothing to send to others")
 
 
 def _report(name: str, error: Exception, leader: Worker) -> None:

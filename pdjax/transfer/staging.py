@@ -1,25 +1,30 @@
 """Staging: the contiguous memory that a chunk is gathered into at its source and lands in at its destination.
 
-Both sides cut one region into slots of equal size, made and registered once at start. A slot holds a chunk as
-[head, page, layer, K|V, slot in page, head_dim], head outermost, exactly as many pages as the chunk has.
+Every rank has as many slots as every other of its instance, made and registered once at start: slot n of all of them is
+one slot to the protocol. A slot holds blocks, each [head, page, layer, K|V, slot in page, head_dim], head outermost,
+with exactly as many pages as the chunk has.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from pdjax.cache.spec import StateSpec
 from pdjax.kernels import gather_pages, scatter_pages
 from pdjax.transfer.backend import TransferBackend, TransferError
+from pdjax.transfer.layout import Block
 
-REGION = 1  # the destination's ring is this region of its backend; source slots come after it
+Device = Any  # jax.Device, which type checkers take for a variable
+Part = tuple[Block, list[int]]  # a block, and its pages as the pool numbers them
 
 
 def checksum_of(address: int, nbytes: int) -> int:
@@ -27,7 +32,30 @@ def checksum_of(address: int, nbytes: int) -> int:
     return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
 
 
-class _Slots:
+def local_shards(pool: jax.Array) -> dict[Device, jax.Array]:
+    """This process's parts of a pool, by device. Let go of them before the pool's next step."""
+    return {shard.device: shard.data for shard in pool.addressable_shards}
+
+
+def with_new_shards(pool: jax.Array, update: Callable[[Device, jax.Array], jax.Array]) -> jax.Array:
+    """A pool after `update`, which donates, of each of this process's parts; waits for all of them."""
+    if len(pool.sharding.device_set) == 1:  # to take it apart and put it together again costs 0.1 ms
+        return jax.block_until_ready(update(next(iter(pool.sharding.device_set)), pool))
+    parts = [update(device, shard) for device, shard in local_shards(pool).items()]
+    return jax.make_array_from_single_device_arrays(pool.shape, pool.sharding, jax.block_until_ready(parts))
+
+
+def pages_of(blocks: Sequence[Block], page_ids: Sequence[int], *, first: int, cp: int) -> list[Part]:
+    """Blocks of a chunk with their pages.
+
+    Args:
+        page_ids: the request's pages, as the pool numbers them, from the chunk's `first` page on.
+        cp: over how many parts the request's pages are dealt out: a rank knows page i as its (i // cp)-th.
+    """
+    return [(block, [page_ids[page // cp - first // cp] for page in block.pages]) for block in blocks]
+
+
+class Slots:
     """Which slots are free."""
 
     def __init__(self, slots: int) -> None:
@@ -49,90 +77,126 @@ class _Slots:
         self._free.append(slot)
 
 
-class SourceStaging(_Slots):
-    """Slots that JAX owns: a gather donates a slot and leaves it where it is, at an address the backend knows."""
+class SourceStaging:
+    """One rank's slots, which JAX owns: a gather donates a slot and leaves it where it is, at an address the backend
+    knows. Slot n is the backend's region `first_region` + n.
 
-    def __init__(self, spec: StateSpec, mesh: Mesh, *, slots: int, slot_pages: int, backend: TransferBackend) -> None:
-        super().__init__(slots)
-        self._spec = spec
+    Args:
+        shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
+    """
+
+    def __init__(
+        self, shard: jax.Array, *, slots: int, slot_pages: int, backend: TransferBackend, first_region: int
+    ) -> None:
         self._slot_pages = slot_pages
-        words = slot_pages * spec.page_words
+        self._first_region = first_region
+        self._run_bytes = _run_bytes(shard)
+        words, dtype = slot_pages * _page_words(shard), shard.dtype
         # Placed as a gather leaves them, so that the first gather into a slot is no program of its own.
-        place = NamedSharding(mesh, PartitionSpec())
-        empty = jax.jit(lambda: jnp.zeros(words, spec.word_dtype), out_shardings=place)
+        place = shard.sharding
+        if isinstance(place, NamedSharding):  # the pool of a single device
+            place = NamedSharding(place.mesh, PartitionSpec())
+        empty = jax.jit(lambda: jnp.zeros(words, dtype), out_shardings=place)
         self._arrays = [empty() for _ in range(slots)]
         self._addresses = [array.unsafe_buffer_pointer() for array in self._arrays]
         for slot, address in enumerate(self._addresses):
-            backend.register(self.region(slot), address, words * spec.word_bytes)
+            backend.register(self.region(slot), address, words * dtype.itemsize)
 
     def region(self, slot: int) -> int:
         """The backend's name for a slot."""
-        return REGION + 1 + slot
+        return self._first_region + slot
 
-    def warm_up(self, pool: jax.Array) -> jax.Array:
-        """Compile the gather; returns the pool as it was."""
-        self.gather(0, pool, [0])
-        return pool
+    def checksum(self, slot: int, offset: int, nbytes: int) -> int:
+        """Of a range of a slot that `wait` has returned for."""
+        return checksum_of(self._addresses[slot] + offset, nbytes)
 
-    def checksum(self, slot: int, nbytes: int) -> int:
-        """Of the first bytes of a slot."""
-        return checksum_of(self._addresses[slot], nbytes)
+    def gather(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> None:
+        """Begin to fill a slot with pages of the rank's part of the pool."""
+        for block, pages in parts:
+            self._arrays[slot] = gather_pages(
+                shard,
+                _page_ids(pages, self._slot_pages),
+                len(pages),
+                self._arrays[slot],
+                first_layer=block.layers.start,
+                layers=block.layers.count,
+                first_run=block.offset // self._run_bytes,
+            )
 
-    def gather(self, slot: int, pool: jax.Array, pages: list[int]) -> int:
-        """Fill a slot with pages of the pool and wait until it is filled. Returns the bytes to send.
+    def wait(self, slot: int) -> None:
+        """Until a slot is filled.
 
         Raises:
-            RuntimeError: the slot has moved, so the backend would send something else.
+            RuntimeError: it has moved, so the backend would send something else.
         """
-        page_ids = np.zeros(self._slot_pages, np.int32)
-        page_ids[: len(pages)] = pages
-        array = gather_pages(pool, page_ids, len(pages), self._arrays[slot])
-        self._arrays[slot] = jax.block_until_ready(array)
-        if array.unsafe_buffer_pointer() != self._addresses[slot]:
+        if jax.block_until_ready(self._arrays[slot]).unsafe_buffer_pointer() != self._addresses[slot]:
             raise RuntimeError(f"staging slot {slot} has moved: something holds a view of it")
-        return len(pages) * self._spec.page_bytes
 
 
-class LandingRing(_Slots):
-    """Slots that the backend owns and peers write into; JAX reads them through aliases made once."""
+class LandingRing:
+    """One rank's slots, which the backend owns and peers write into; JAX reads them through aliases made once.
 
-    def __init__(self, spec: StateSpec, *, slots: int, slot_pages: int, backend: TransferBackend) -> None:
-        super().__init__(slots)
+    Args:
+        shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
+        region: the backend's name for all slots together, one behind the other.
+    """
+
+    def __init__(self, shard: jax.Array, *, slots: int, slot_pages: int, backend: TransferBackend, region: int) -> None:
         self.slot_pages = slot_pages
-        self.slot_bytes = slot_pages * spec.page_bytes
-        self._address = backend.allocate(REGION, slots * self.slot_bytes)
+        self._run_bytes = _run_bytes(shard)
+        self.slot_bytes = slot_pages * _page_words(shard) * shard.dtype.itemsize
+        self._address = backend.allocate(region, slots * self.slot_bytes)
         memory = (ctypes.c_char * (slots * self.slot_bytes)).from_address(self._address)
-        words = np.ctypeslib.as_array(memory).view(spec.word_dtype).reshape(slots, -1)
-        self._arrays = [_alias(words[slot]) for slot in range(slots)]
-
-    def offset(self, slot: int) -> int:
-        """Where a slot begins in the region, in bytes."""
-        return slot * self.slot_bytes
+        words = np.ctypeslib.as_array(memory).view(shard.dtype).reshape(slots, -1)
+        device = next(iter(shard.sharding.device_set))
+        self._arrays = [_alias(words[slot], device) for slot in range(slots)]
 
     def clear(self, slot: int) -> None:
         """Fill a slot with zeros."""
-        ctypes.memset(self._address + self.offset(slot), 0, self.slot_bytes)
+        ctypes.memset(self._address + slot * self.slot_bytes, 0, self.slot_bytes)
 
-    def warm_up(self, pool: jax.Array) -> jax.Array:
-        """Compile the scatter by writing zeros to page 0; returns the pool, which was donated."""
-        return self.scatter(0, pool, [0])
-
-    def checksum(self, slot: int, nbytes: int) -> int | None:
-        """Of the first bytes of a slot; None if there is no such slot or it is not that large."""
-        if not 0 <= slot < len(self._arrays) or not 0 < nbytes <= self.slot_bytes:
+    def checksum(self, slot: int, offset: int, nbytes: int) -> int | None:
+        """Of a range of a slot; None if there is no such slot or range."""
+        if not 0 <= slot < len(self._arrays) or offset < 0 or nbytes < 1 or offset + nbytes > self.slot_bytes:
             return None
-        return checksum_of(self._address + self.offset(slot), nbytes)
+        return checksum_of(self._address + slot * self.slot_bytes + offset, nbytes)
 
-    def scatter(self, slot: int, pool: jax.Array, pages: list[int]) -> jax.Array:
-        """Move a landed chunk into pages of the pool, which is donated, and wait: the slot may then be reused."""
-        page_ids = np.zeros(self.slot_pages, np.int32)
-        page_ids[: len(pages)] = pages
-        return jax.block_until_ready(scatter_pages(pool, self._arrays[slot], page_ids, len(pages)))
+    def scatter(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> jax.Array:
+        """Move what has landed in a slot into pages of the rank's part of the pool, which is donated. Wait for the
+        result before the slot is used again."""
+        for block, pages in parts:
+            shard = scatter_pages(
+                shard,
+                self._arrays[slot],
+                _page_ids(pages, self.slot_pages),
+                len(pages),
+                first_layer=block.layers.start,
+                layers=block.layers.count,
+                first_run=block.offset // self._run_bytes,
+            )
+        return shard
 
 
-def _alias(words: np.ndarray) -> jax.Array:
+def _page_words(shard: jax.Array) -> int:
+    """Words of one page of a rank's part of the pool, over all its layers and heads."""
+    return shard.size // shard.shape[1]
+
+
+def _run_bytes(shard: jax.Array) -> int:
+    """Bytes of one page of one layer and head."""
+    return math.prod(shard.shape[3:]) * shard.dtype.itemsize
+
+
+def _page_ids(pages: list[int], most: int) -> np.ndarray:
+    """int32 [most], 0 past the end."""
+    ids = np.zeros(most, np.int32)
+    ids[: len(pages)] = pages
+    return ids
+
+
+def _alias(words: np.ndarray, device: Device) -> jax.Array:
     """A JAX array over host memory, without a copy: what a peer writes there later is what JAX reads."""
-    array = jax.device_put(words)
+    array = jax.device_put(words, device)
     if array.unsafe_buffer_pointer() != words.ctypes.data:
         raise TransferError("the staging ring cannot be read in place on this platform")
     return array

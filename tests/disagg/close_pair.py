@@ -17,12 +17,14 @@ from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.topology import Rank
+from pdjax.disagg.receiver import Receiver
+from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine, Limits
 from pdjax.engine.scheduler import Scheduler
 from pdjax.net.events import Frame, LinkDown, LinkUp
 from pdjax.transfer.backend import Drained, Notice, Write, WriteDone
-from pdjax.transfer.path_test import PathTestCells
-from pdjax.transfer.staging import LandingRing, SourceStaging
+from pdjax.transfer.layout import Layout
+from pdjax.transfer.staging import Slots
 from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Rendezvous, SamplingParams, ToFrontend, Tokens
 
 HOST, PORT = "prefill", 1
@@ -111,9 +113,15 @@ class ClosePair:
         self._rooms = 0
         timeouts = Timeouts(bootstrap=1e4, waiting=1e4, transfer=1e4, alloc=1e4, link=1e4, peer=1e4)
         for role, side, tiny in (("prefill", self.prefill, prefill_model), ("decode", self.decode, decode_model)):
-            backend: Any = Backend(side)
             slot_pages = tiny.prefill_tokens // tiny.spec.page_size
-            sizes: dict[str, Any] = {"slots": SLOTS, "slot_pages": slot_pages, "backend": backend}
+            memory: dict[str, Any] = {
+                "layout": Layout(),
+                "devices": {0: tiny.mesh.devices.flat[0]},
+                "slots": SLOTS,
+                "slot_pages": slot_pages,
+                "backend": Backend(side),
+                "verify": True,
+            }
             registration = messages.Registration(
                 protocol_version=messages.PROTOCOL_VERSION,
                 layout_version=messages.LAYOUT_VERSION,
@@ -128,16 +136,16 @@ class ClosePair:
                 allocation=allocation,
             )
             side.hello = messages.encode(registration)
-            shared: dict[str, Any] = {"network": side, "backend": backend, "registration": registration}
-            shared |= {"timeouts": timeouts, "test_cells": PathTestCells(backend, receives=role == "decode")}
+            shared: dict[str, Any] = {"network": side, "registration": registration, "timeouts": timeouts}
+            shared |= {"slots": Slots(SLOTS), "processes": 1}
             if role == "prefill":
-                make = lambda engine, s=sizes, t=tiny, k=shared: Prefill(  # noqa: E731
-                    engine, staging=SourceStaging(t.spec, t.mesh, **s), **k
+                sender = Sender(tiny.runner, **memory)
+                make = lambda engine, p=sender, k=shared, post=side.inbox.put: Prefill(  # noqa: E731
+                    engine, sender=p, post=post, **k
                 )
             else:
-                make = lambda engine, s=sizes, t=tiny, k=shared: Decode(  # noqa: E731
-                    engine, ring=LandingRing(t.spec, **s), **k
-                )
+                receiver = Receiver(tiny.runner, **memory)
+                make = lambda engine, p=receiver, k=shared: Decode(engine, receiver=p, **k)  # noqa: E731
             side.engine = Engine(
                 inbox=side.inbox,
                 runner=tiny.runner,

@@ -89,7 +89,7 @@ def linked(host: Host, instance: DecodeInstance, now: float, hello: bytes = HELL
 def come(host: Host, instance: DecodeInstance, now: float) -> None:
     """The test message that was asked for last has come."""
     asked = next(message for message in reversed(host.sent) if isinstance(message, messages.PathTest))
-    instance.landed(messages.encode(messages.PathNotice(asked.number)), now)
+    instance.test_came(asked.number, now)
 
 
 def granted(host: Host, instance: DecodeInstance, now: float = 0.0) -> None:
@@ -213,11 +213,10 @@ def test_an_idle_path_is_tested_again_and_a_busy_one_is_not() -> None:
     host = Host()
     instance = decode(host)
     granted(host, instance)
-    notice = messages.ChunkNotice(3, 99, 0, host.sent[-1].slot, 0, 4, 4 * 8, 0.0, 1)
-    host.checksum = lambda slot, nbytes: 1  # type: ignore[attr-defined]
+    notice = messages.ChunkNotice(3, 99, 0, host.sent[-1].slot, 0, 4, 4 * 8)
     host.landed = lambda rid, notice: None  # type: ignore[attr-defined]
     host.scatter = lambda *_: None  # type: ignore[attr-defined]
-    instance.landed(messages.encode(notice), IDLE / 2)
+    instance.landed(notice, IDLE / 2)
     instance.cancel("r", "the client left", IDLE / 2)
     instance.tick(IDLE)
     assert instance.stats()["path_tests_total"] == 1
@@ -242,8 +241,7 @@ def test_a_prefill_instance_sends_the_test_message_that_it_is_asked_for_or_says_
     tested: list[tuple[int, int]] = []
 
     class Tests(PrefillHost):
-        def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
-            assert messages.decode_notice(notice) == messages.PathNotice(number)
+        def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
             tested.append((id, number))
 
         def close_path(self, link: str) -> None:

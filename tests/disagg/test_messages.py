@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.topology import Rank, Topology
+from pdjax.disagg.protocol.topology import Rank
+from pdjax.transfer.layout import Layout
 
 SPEC = StateSpec("kv", 30, 3, 64, 16, "float32")
 
@@ -37,6 +38,8 @@ def test_rubbish_is_refused_with_a_sentence(body: bytes) -> None:
 
 def test_instances_that_fit_are_a_pair() -> None:
     assert messages.mismatch(registration(), registration("decode")) is None
+    three = [Rank(b"one process", tp=0), Rank(b"one process", tp=1), Rank(b"another", tp=2)]
+    assert messages.mismatch(registration(), registration("decode", layout=Layout(tp=3), ranks=three)) is None
 
 
 @pytest.mark.parametrize(
@@ -49,8 +52,9 @@ def test_instances_that_fit_are_a_pair() -> None:
         ({"state": msgspec.structs.replace(SPEC, dtype="bfloat16")}, "dtype"),
         ({"slots": 0}, "staging ring"),
         ({"allocation": "prefill_complete"}, "allocation differs: prefill has 'early', decode has 'prefill_complete'"),
-        ({"topology": Topology(tp=2)}, "decode is not ready: 1 of 2 ranks have not registered"),
-        ({"topology": Topology(tp=2), "ranks": [Rank(b""), Rank(b"", tp=1)]}, "topology"),
+        ({"layout": Layout(tp=3)}, "decode is not ready: 2 of 3 ranks have not registered"),
+        ({"layout": Layout(tp=2), "ranks": [Rank(b""), Rank(b"", tp=1)]}, "tp 2 and 3 key-value heads"),
+        ({"layout": Layout(dp=2), "ranks": [Rank(b""), Rank(b"", dp=1)]}, "2 dp groups"),
         ({"role": "prefill"}, "prefill and prefill"),
     ],
 )

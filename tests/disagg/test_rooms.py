@@ -71,7 +71,7 @@ class World:
                 case actions.Transfer(chunk, slot, first, pages):
                     self.feed_prefill(prefill_room.WriteStarted(chunk))
                     notice = messages.ChunkNotice(
-                        ROOM, self.prefill.generation or 0, chunk, slot, first, pages, pages * PAGE_BYTES, 0.0, None
+                        ROOM, self.prefill.generation or 0, chunk, slot, first, pages, pages * PAGE_BYTES
                     )
                     assert slot not in self.free, "a write into a slot that is free"
                     self.writes.append((chunk, notice))
@@ -301,9 +301,7 @@ def test_a_notice_that_lies_about_its_pages_fails_the_room_and_writes_nothing() 
         world.random.choice(world.moves())()
     chunk, notice = world.writes.popleft()
     world.unreported.append(chunk)
-    world.feed_decode(
-        decode_room.Landed(messages.ChunkNotice(ROOM, 42, chunk, notice.slot, 2, 5, notice.nbytes, 0.0, 1))
-    )
+    world.feed_decode(decode_room.Landed(messages.ChunkNotice(ROOM, 42, chunk, notice.slot, 2, 5, notice.nbytes)))
     world.run()
     world.check_ended()
     assert not any(world.pages) and "speaks of" in world.ended["decode"][0]

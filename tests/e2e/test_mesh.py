@@ -153,7 +153,6 @@ def test_a_flipped_page_in_one_workers_plan_stops_the_instance_and_is_named(tmp_
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["prefill", "--nproc", "2"], "a prefill instance of 2 processes (Instance.processes) is not served yet"),
         (
             ["unified", "--nproc", "2", "--gin.Instance.tp=3"],
             "which all must take part: set it to 4 or 0",

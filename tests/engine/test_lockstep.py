@@ -57,7 +57,8 @@ class Pair:
         self.wire = Wire()
         self.lead = Lead(self.wire.frames.append)
         self.leader, self.worker, self.host = tiny.runner, second.runner, second.host
-        self.follower = Follower(self.wire, self.worker, self.host)
+        self.told: list[bytes] = []
+        self.follower = Follower(self.wire, self.worker, self.host, self.told.append)
         self.small = SmallEngine(tiny, **more)
         nothing = np.zeros((tiny.spec.layers, BLOCK_PAGES, *self.leader.pool.shape[2:]), np.float32)
         for runner in (self.leader, self.worker):

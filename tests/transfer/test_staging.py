@@ -1,79 +1,50 @@
-"""A chunk goes through staging unchanged, and staging stays where the backend knows it."""
+"""A chunk goes through staging unchanged, from any ranks to any, and staging stays where the backend knows it."""
 
 from __future__ import annotations
 
-import ctypes
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
-from pdjax.cache.pool import create_pool, pool_addresses, pool_shape
-from pdjax.cache.spec import StateSpec
-from pdjax.transfer.staging import REGION, LandingRing, SourceStaging
+from pdjax.transfer.staging import LandingRing, Slots
+from tests.transfer import moved_chunks
 
-
-class Memory:
-    """The set-up half of a backend: memory that is written to by address, as a peer's put would."""
-
-    def __init__(self) -> None:
-        self.regions: dict[int, tuple[int, int]] = {}
-        self._kept: list[object] = []
-
-    def register(self, region: int, address: int, nbytes: int) -> None:
-        self.regions[region] = (address, nbytes)
-
-    def allocate(self, region: int, nbytes: int) -> int:
-        block = ctypes.create_string_buffer(nbytes + 4096)
-        self._kept.append(block)
-        address = -(-ctypes.addressof(block) // 4096) * 4096
-        self.regions[region] = (address, nbytes)
-        return address
+PAIRS = ["12", "21", "24", "42", "41", "14", "22"]  # devices of the prefill and of the decode side
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_arrive_bit_for_bit_and_others_are_untouched(dtype: str) -> None:
-    spec = StateSpec("kv", layers=3, heads=2, head_dim=8, page_size=4, dtype=dtype)
-    mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,))
-    random = np.random.default_rng(0)
+    moved_chunks.check(1, 1, dtype)
 
-    def pool_of(values: np.ndarray) -> jax.Array:
-        pool = create_pool(spec, 9, mesh)
-        return pool.at[:].set(jnp.asarray(values))
 
-    high = 1 << 8 * spec.word_bytes
-    words = [
-        random.integers(0, high, pool_shape(spec, 9), f"uint{8 * spec.word_bytes}").view(spec.word_dtype) for _ in "ab"
-    ]
-    words = [np.nan_to_num(each) if dtype == "float32" else each for each in words]
-    source, destination = map(pool_of, words)
-    sent, received = Memory(), Memory()
-    staging = SourceStaging(spec, mesh, slots=2, slot_pages=4, backend=sent)  # type: ignore[arg-type]
-    ring = LandingRing(spec, slots=2, slot_pages=4, backend=received)  # type: ignore[arg-type]
-    addresses = pool_addresses(destination)
-    expected = words[1].copy()
-    for slot, (here, there) in enumerate([([5, 1, 7], [2, 8, 3]), ([3], [1]), ([4, 2, 6, 8], [4, 5, 6, 7])]):
-        slot %= 2
-        nbytes = staging.gather(slot, source, here)
-        assert nbytes == len(here) * spec.page_bytes
-        address, _ = received.regions[REGION]
-        assert ring.checksum(slot, nbytes) != staging.checksum(slot, nbytes)
-        ctypes.memmove(address + ring.offset(slot), sent.regions[staging.region(slot)][0], nbytes)
-        assert ring.checksum(slot, nbytes) == staging.checksum(slot, nbytes)
-        destination = ring.scatter(slot, destination, there)
-        expected[:, there] = words[0][:, here]
-    assert pool_addresses(destination) == addresses
-    np.testing.assert_array_equal(np.array(destination), expected)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_so_they_do_between_any_numbers_of_devices(dtype: str) -> None:
+    command = [sys.executable, "-m", "tests.transfer.moved_chunks", dtype, *PAIRS]
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, env=environment, cwd=root, capture_output=True, text=True, timeout=200, check=False)
+    assert not done.returncode, done.stderr
 
 
 def test_slots_are_handed_out_once() -> None:
-    spec = StateSpec("kv", layers=1, heads=1, head_dim=8, page_size=4, dtype="float32")
-    ring = LandingRing(spec, slots=2, slot_pages=1, backend=Memory())  # type: ignore[arg-type]
-    assert {ring.take(), ring.take()} == {0, 1} and ring.take() is None
-    ring.free(1)
-    assert ring.take() == 1
-    assert ring.checksum(2, 8) is None and ring.checksum(0, ring.slot_bytes + 1) is None, "a peer's numbers are checked"
+    slots = Slots(2)
+    assert {slots.take(), slots.take()} == {0, 1} and slots.take() is None
+    slots.free(1)
+    assert slots.take() == 1
     with pytest.raises(AssertionError, match="not in use"):
-        ring.free(2)
+        slots.free(2)
+
+
+def test_ranges_that_a_peer_makes_up_are_no_memory() -> None:
+    shard = jax.device_put(np.zeros((1, 3, 1, 2, 4, 8), np.float32), jax.devices()[0])
+    memory: Any = moved_chunks.Memory()
+    ring = LandingRing(shard, slots=2, slot_pages=1, backend=memory, region=1)
+    assert ring.checksum(1, 0, ring.slot_bytes) is not None
+    for made_up in [(2, 0, 8), (-1, 0, 8), (0, 8, ring.slot_bytes), (0, -8, 16), (0, 0, 0)]:
+        assert ring.checksum(*made_up) is None

@@ -155,21 +155,12 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         elif message is not None:
             self._received(link, message, now)
 
-    def landed(self, payload: bytes, now: float) -> None:
-        """A peer's bytes have landed, with this notice."""
-        try:
-            notice = messages.decode_notice(payload)
-        except messages.ProtocolError as error:
-            self.counters["refused_frames"] += 1
-            self._host.say(f"a notice was dropped: {error}")
-            return
-        if isinstance(notice, messages.PathNotice):
-            self._test_came(notice.number, now)
-            return
+    def landed(self, notice: messages.ChunkNotice, now: float, *, damaged: bool = False) -> None:
+        """All of a chunk is in its slot; `damaged`: not as it was sent."""
         room = self._of_generation(notice.room, notice.generation)
         if room is None:
             return
-        if self._registration.verify and self._host.checksum(notice.slot, notice.nbytes) != notice.checksum:
+        if damaged:
             self.counters["damaged_chunks"] += 1
             self._host.say(f"chunk {notice.chunk} of room {notice.room} arrived damaged")
             self._feed(room, decode_room.Damaged(notice), now)
@@ -268,8 +259,8 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self.counters["path_tests"] += 1
         self._host.send(link, messages.encode(messages.PathTest(number)))
 
-    def _test_came(self, number: int, now: float) -> None:
-        """A link whose data path works may be used by those who wait for it."""
+    def test_came(self, number: int, now: float) -> None:
+        """A test message has come. A link whose data path works may be used by those who wait for it."""
         link = self._paths.link_of(number)
         if link is None:
             return

@@ -1,16 +1,14 @@
 """What the instance machines ask of whoever runs them: an engine and a network, or a simulated world.
 
 A room machine returns its actions; an instance machine calls its host instead, since some of what it asks for is
-answered at once: whether there are pages, which slot is free, what a checksum is. No call may wait.
+answered at once: whether there are pages, which slot is free. No call may wait.
 """
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import msgspec
-
-from pdjax.disagg.protocol.messages import ChunkNotice, Handoff, PromptLogprobs
+from pdjax.disagg.protocol.messages import ChunkNotice, Handoff, PromptLogprobs, Registration
 
 
 class Host(Protocol):
@@ -41,19 +39,11 @@ class Host(Protocol):
         ...
 
 
-class Gathered(msgspec.Struct, frozen=True, gc=False):
-    """A chunk in its staging slot."""
-
-    nbytes: int
-    checksum: int | None
-    at: float  # seconds since the epoch
-
-
 class PrefillHost(Host, Protocol):
     """A prefill instance."""
 
-    def open_path(self, link: str, transfer: bytes) -> str | None:
-        """Connect the transfer backend to a described peer. Returns a sentence if that fails."""
+    def open_path(self, link: str, peer: Registration) -> str | None:
+        """Connect the transfer backend to the ranks of a peer. Returns a sentence if that fails."""
         ...
 
     def close_path(self, link: str) -> None:
@@ -65,18 +55,13 @@ class PrefillHost(Host, Protocol):
         cache had, or None: there is no room now."""
         ...
 
-    def gather(self, slot: int, rid: str, first_page: int, pages: int) -> Gathered:
-        """Copy pages of a request into a staging slot."""
+    def write(self, id: int, link: str, slot: int, rid: str, notice: ChunkNotice, deadline: float) -> None:
+        """Copy the pages that the notice names of a request into a staging slot, and send them into the slot that it
+        names of the peer. That all of it has ended is reported."""
         ...
 
-    def write(
-        self, id: int, link: str, slot: int, peer_offset: int, nbytes: int, notice: bytes, deadline: float
-    ) -> None:
-        """Send a staging slot's first bytes to an offset of the peer's ring, then the notice. Its end is reported."""
-        ...
-
-    def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
-        """Send a test message over the data path, then the notice. Its end is reported like a write's."""
+    def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
+        """Send a test message over the data path. Its end is reported like a write's."""
         ...
 
     def finish(self, rid: str) -> None:
@@ -98,10 +83,6 @@ class DecodeHost(Host, Protocol):
     def reserve(self, rid: str, *, share: bool) -> int | None:
         """Give a request the pages of its prompt. Returns how many of them, from the first on, hold it already; or
         None: there is no room now. Without `share` none may."""
-        ...
-
-    def checksum(self, slot: int, nbytes: int) -> int | None:
-        """Of a slot's first bytes; None if it is not that large."""
         ...
 
     def holds_test(self, number: int) -> bool:

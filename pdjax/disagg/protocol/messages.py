@@ -1,6 +1,6 @@
 """What the leaders of two instances say to each other about rooms: typed MessagePack maps with a ``type`` key.
 
-All but `ChunkNotice` travel on the link between the leaders. The notice travels with the bytes, so that it cannot
+All but `PieceNotice` travel on the link between the leaders. The notice travels with the bytes, so that it cannot
 arrive before them.
 """
 
@@ -11,7 +11,8 @@ import hashlib
 import msgspec
 
 from pdjax.cache.spec import StateSpec
-from pdjax.disagg.protocol.topology import Rank, Topology, incomplete
+from pdjax.disagg.protocol.topology import Rank, incomplete
+from pdjax.transfer.layout import Layout, LayoutError, plan
 
 PROTOCOL_VERSION = 3
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
@@ -43,7 +44,7 @@ class SlotRequest(Message, frozen=True, tag="slot_request"):
 
 
 class SlotGrant(Message, frozen=True, tag="slot_grant"):
-    """Decode to prefill: the chunk may be written into this slot of the staging ring."""
+    """Decode to prefill: the chunk may be written into this slot of the staging ring of every rank."""
 
     chunk: int
     slot: int
@@ -114,8 +115,8 @@ RoomMessage = Claim | SlotRequest | SlotGrant | PromptLogprobs | Handoff | Compl
 LinkMessage = RoomMessage | Heartbeat | Refused | PathTest | PathFailed
 
 
-class ChunkNotice(msgspec.Struct, frozen=True, tag_field="type", tag="chunk"):
-    """Comes with a chunk's bytes: pages [first_page, first_page + pages) of the request's own page order."""
+class ChunkNotice(msgspec.Struct, frozen=True):
+    """A chunk on its way into a slot: pages [first_page, first_page + pages) of the request's own page order."""
 
     room: int
     generation: int
@@ -123,6 +124,21 @@ class ChunkNotice(msgspec.Struct, frozen=True, tag_field="type", tag="chunk"):
     slot: int
     first_page: int
     pages: int
+    nbytes: int  # of the state, however often and in however many pieces it is sent
+
+
+class PieceNotice(msgspec.Struct, frozen=True, tag_field="type", tag="piece"):
+    """Comes with the bytes of one piece of a chunk: what one rank of the prefill side holds for one of the decode side.
+
+    The sender's layout and the receiver's own say which pieces make the chunk; `piece` counts them.
+    """
+
+    chunk: ChunkNotice
+    prompt_tokens: int
+    layout: Layout
+    piece: int
+    rank: int  # of the decode side
+    offset: int  # bytes, in that rank's slot
     nbytes: int
     posted_at: float  # seconds since the epoch by the sender's clock
     checksum: int | None  # XXH3-64 of the bytes, taken in the sender's staging slot
@@ -134,13 +150,14 @@ class PathNotice(msgspec.Struct, frozen=True, tag_field="type", tag="path"):
     number: int
 
 
-Notice = ChunkNotice | PathNotice
+Notice = PieceNotice | PathNotice
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What an instance says of itself when a link opens. `slots` and `slot_pages` describe a decode's staging ring.
+    """What an instance says of itself when a link opens. `slots` and `slot_pages` describe the staging of each rank: a
+    decode's rings.
 
-    `ranks` holds one for each place of the topology; the leader's comes first.
+    `ranks` holds one for each place of the layout.
     """
 
     protocol_version: int
@@ -154,9 +171,14 @@ class Registration(msgspec.Struct, frozen=True):
     slots: int = 0
     slot_pages: int = 0
     verify: bool = True  # chunks carry checksums
-    topology: Topology = Topology()
+    layout: Layout = Layout()
     http_port: int = 0
     allocation: str = EARLY  # when decode reserves pages; see `pdjax.config.Disagg.allocation`
+
+    @property
+    def processes(self) -> int:
+        """How many processes hold the ranks."""
+        return len({rank.transfer for rank in self.ranks})
 
 
 class ProtocolError(Exception):
@@ -180,7 +202,7 @@ def decode_message(body: bytes) -> LinkMessage:
 
 
 def decode_notice(body: bytes) -> Notice:
-    """Parse what came with a chunk or a test message. Raises `ProtocolError`."""
+    """Parse what came with a piece or a test message. Raises `ProtocolError`."""
     return _parse(_notices, body)
 
 
@@ -215,11 +237,15 @@ def mismatch(prefill: Registration, decode: Registration) -> str | None:
         if ours != theirs:
             return f"{field} of the KV state differs: prefill has {ours!r}, decode has {theirs!r}"
     for side in (prefill, decode):
-        absent = incomplete(side.topology, side.ranks)
+        absent = incomplete(side.layout, side.ranks)
         if absent is not None:
             return f"{side.role} is not ready: {absent}"
-        if side.topology.size > 1:
-            return f"topology: {side.role} has {side.topology.size} ranks, and rooms move between single ranks only"
+        if side.layout.dp > 1:
+            return f"layout: {side.role} has {side.layout.dp} dp groups, and rooms move between single groups only"
     if decode.slots < 1 or decode.slot_pages < 1:
         return f"decode has no staging ring: {decode.slots} slots of {decode.slot_pages} pages"
+    try:
+        plan(prefill.state, prefill.layout, decode.layout)
+    except LayoutError as error:
+        return f"layout: {error}"
     return None

@@ -141,7 +141,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         """A decode instance has linked to this one."""
         try:
             peer = messages.decode_registration(hello)
-            problem = messages.mismatch(self._registration, peer) or self._host.open_path(link, peer.ranks[0].transfer)
+            problem = messages.mismatch(self._registration, peer) or self._host.open_path(link, peer)
         except messages.ProtocolError as error:
             peer, problem = None, str(error)
         if peer is None or problem is not None:
@@ -228,8 +228,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
     def _test_path(self, link: str, number: int, now: float) -> None:
         self._writes += 1
         self._path_tests[self._writes] = link
-        notice = messages.encode(messages.PathNotice(number))
-        self._host.test_path(self._writes, link, number, notice, now + self._timeouts.peer)
+        self._host.test_path(self._writes, link, number, now + self._timeouts.peer)
 
     def _path_failed(self, link: str, cause: str, now: float) -> None:
         self.counters["failed_path_tests"] += 1
@@ -370,20 +369,17 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
     def _write(self, room: PrefillRoom, link: str, transfer: actions.Transfer, slot: int, now: float) -> None:
         assert room.generation is not None, "only a claimed room has anything to send"
         job = self._jobs[room.room]
-        gathered = self._host.gather(slot, job.ask.rid, transfer.first_page, transfer.pages)
         self._writes += 1
         id = self._writes
         self._flights[id] = _Flight(room, transfer.chunk, slot)
         self._feed(room, prefill_room.WriteStarted(transfer.chunk), now)
         self.counters["sent_chunks"] += 1
-        self.counters["sent_bytes"] += gathered.nbytes
+        nbytes = transfer.pages * self._registration.state.page_bytes
+        self.counters["sent_bytes"] += nbytes
         notice = messages.ChunkNotice(
-            room.room, room.generation, transfer.chunk, transfer.slot, transfer.first_page, transfer.pages,
-            gathered.nbytes, gathered.at, gathered.checksum,
-        )  # fmt: skip
-        offset = transfer.slot * self._peers[link].registration.slot_pages * self._registration.state.page_bytes
-        deadline = now + self._timeouts.transfer
-        self._host.write(id, link, slot, offset, gathered.nbytes, messages.encode(notice), deadline)
+            room.room, room.generation, transfer.chunk, transfer.slot, transfer.first_page, transfer.pages, nbytes
+        )
+        self._host.write(id, link, slot, job.ask.rid, notice, now + self._timeouts.transfer)
 
     def _drop_link(self, link: str, reason: str, now: float) -> None:
         peer = self._peers.pop(link, None)

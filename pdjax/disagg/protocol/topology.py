@@ -1,4 +1,4 @@
-"""How many ranks an instance has, which of them have registered, and which of them a room belongs to.
+"""Which ranks of an instance have registered, and which of them a room belongs to.
 
 Ranks are counted by coordinate: one that registers again takes its own place.
 """
@@ -9,27 +9,17 @@ import itertools
 
 import msgspec
 
+from pdjax.transfer.layout import Layout
+
 AXES = ("dp", "cp", "pp", "tp")
 
 
-class Topology(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes of an instance's axes: data, context, pipeline and tensor parallel."""
-
-    dp: int = 1
-    cp: int = 1
-    pp: int = 1
-    tp: int = 1
-
-    @property
-    def size(self) -> int:
-        """Number of ranks."""
-        return self.dp * self.cp * self.pp * self.tp
-
-
 class Rank(msgspec.Struct, frozen=True):
-    """One rank: its coordinates, and how its memory is reached (the transfer backend's own description)."""
+    """One rank, which is a device: its coordinates, how its process is reached (the transfer backend's own description,
+    the same for all ranks of a process) and which region of that process is its staging ring."""
 
     transfer: bytes
+    region: int = 1
     dp: int = 0
     cp: int = 0
     pp: int = 0
@@ -41,37 +31,56 @@ class Rank(msgspec.Struct, frozen=True):
         return (self.dp, self.cp, self.pp, self.tp)
 
 
+def ranks_of(layout: Layout, transfers: list[bytes]) -> list[Rank]:
+    """All ranks of a layout, in its order. `transfers` has each one's description in that order."""
+    axes = (range(layout.pp), range(layout.dp), range(layout.cp), range(layout.tp))
+    return [
+        Rank(transfers[number], region=region_of(number), dp=dp, cp=cp, pp=pp, tp=tp)
+        for number, (pp, dp, cp, tp) in enumerate(itertools.product(*axes))
+    ]
+
+
+def region_of(rank: int) -> int:
+    """The region that is the staging ring of a rank, by the rank's number in its layout."""
+    return 1 + rank
+
+
+def in_order(ranks: list[Rank]) -> list[Rank]:
+    """Ranks by their numbers in the layout."""
+    return sorted(ranks, key=lambda rank: (rank.pp, rank.dp, rank.cp, rank.tp))
+
+
 def with_rank(ranks: list[Rank], rank: Rank) -> list[Rank]:
     """Ranks with one more, or one replaced."""
     return [*(other for other in ranks if other.place != rank.place), rank]
 
 
-def incomplete(topology: Topology, ranks: list[Rank]) -> str | None:
+def incomplete(layout: Layout, ranks: list[Rank]) -> str | None:
     """A sentence that names the ranks that have not registered, or that have no business here; None: all is there."""
-    sizes = [getattr(topology, axis) for axis in AXES]
+    sizes = [getattr(layout, axis) for axis in AXES]
     if min(sizes) < 1:
-        return f"a topology of {topology} has no ranks"
-    if topology.size > len(ranks):
+        return f"a layout of {layout} has no ranks"
+    if layout.ranks > len(ranks):
         known = {rank.place for rank in ranks}
         absent = (place for place in itertools.product(*map(range, sizes)) if place not in known)
         named = ", ".join(_name(place) for place in itertools.islice(absent, 4))
-        return f"{topology.size - len(ranks)} of {topology.size} ranks have not registered: {named}"
+        return f"{layout.ranks - len(ranks)} of {layout.ranks} ranks have not registered: {named}"
     strangers = [rank for rank in ranks if any(at >= size for at, size in zip(rank.place, sizes, strict=True))]
-    if strangers or len({rank.place for rank in ranks}) != topology.size:
-        return f"{len(ranks)} ranks have registered for {topology.size} places: {', '.join(map(_of, ranks[:4]))}"
+    if strangers or len({rank.place for rank in ranks}) != layout.ranks:
+        return f"{len(ranks)} ranks have registered for {layout.ranks} places: {', '.join(map(_of, ranks[:4]))}"
     return None
 
 
-def follow_bootstrap_room(room: int, topology: Topology, forced: int | None = None) -> int:
+def follow_bootstrap_room(room: int, layout: Layout, forced: int | None = None) -> int:
     """The prefill dp rank that a room belongs to.
 
     Raises:
         ValueError: the request asks for another rank than the room's.
     """
-    rank = room % topology.dp
+    rank = room % layout.dp
     if forced is not None and forced != rank:
         raise ValueError(
-            f"room {room} belongs to dp rank {rank} of {topology.dp} (room mod dp), and the request asks for dp rank "
+            f"room {room} belongs to dp rank {rank} of {layout.dp} (room mod dp), and the request asks for dp rank "
             f"{forced}: choose a room that fits, or leave the rank out"
         )
     return rank

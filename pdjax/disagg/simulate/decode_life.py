@@ -10,7 +10,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.simulate.books import Violation
-from pdjax.disagg.simulate.life import RIGHT, WRONG, Life
+from pdjax.disagg.simulate.life import Life
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
 from pdjax.disagg.simulate.world import Link, World
 
@@ -75,9 +75,13 @@ class DecodeLife(Life):
         """Event."""
         self.machine.frame(link.name, body, self.now)
 
-    def notice(self, link: Link | None, payload: bytes) -> None:
+    def notice(self, link: Link | None, notice: messages.ChunkNotice) -> None:
         """Event of the data path."""
-        self.machine.landed(payload, self.now)
+        self.machine.landed(notice, self.now, damaged=not self.slots.right[notice.slot])
+
+    def test_came(self, link: Link | None, number: int) -> None:
+        """Event of the data path."""
+        self.machine.test_came(number, self.now)
 
     def drained(self, link: Link | None, id: int) -> None:
         """Event of the data path."""
@@ -106,12 +110,6 @@ class DecodeLife(Life):
             return None
         self._granted[rid] = grant
         return grant.cached
-
-    def checksum(self, slot: int, nbytes: int) -> int | None:
-        """See `DecodeHost`."""
-        if not 0 <= slot < len(self.slots.out):
-            return None
-        return RIGHT if self.slots.right[slot] else WRONG
 
     def holds_test(self, number: int) -> bool:
         """See `DecodeHost`."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
 
 STEP = 0.002  # seconds of a step of a few pages
-RIGHT, WRONG = 1, 2  # checksums
 
 
 class Life:

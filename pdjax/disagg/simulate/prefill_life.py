@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
-from pdjax.disagg.protocol.hosts import Gathered
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.simulate.books import Pages, Violation
-from pdjax.disagg.simulate.life import RIGHT, STEP, Life
-from pdjax.disagg.simulate.settings import SPEC, TIMEOUTS, Settings
+from pdjax.disagg.simulate.life import STEP, Life
+from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
 from pdjax.disagg.simulate.world import Link, World, Write
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class PrefillLife(Life):
         self._queue: deque[str] = deque()
         self._done: dict[str, int] = {}  # computed pages
         self._served: dict[str, str] = {}  # link that a request's pages go to
-        self._writing: tuple[str, int, int] | None = None
         self._stepping = False
 
     def submit(self, room: Room, rid: str) -> None:
@@ -64,7 +63,7 @@ class PrefillLife(Life):
         """Event of the data path."""
         self.machine.write_ended(id, error, self.now)
 
-    def open_path(self, link: str, transfer: bytes) -> str | None:
+    def open_path(self, link: str, peer: messages.Registration) -> str | None:
         """See `PrefillHost`."""
         connection = self.links.get(link)
         if connection is not None:
@@ -115,22 +114,13 @@ class PrefillLife(Life):
         self.machine.computing(rid, first, end, now)
         self.world.after(STEP, self.receive, self._step, None, rid, end)
 
-    def gather(self, slot: int, rid: str, first_page: int, pages: int) -> Gathered:
+    def write(self, id: int, link: str, slot: int, rid: str, notice: messages.ChunkNotice, deadline: float) -> None:
         """See `PrefillHost`."""
+        first_page, pages = notice.first_page, notice.pages
         if rid not in self.pages.owned:
             raise Violation(f"{self.name} gathers pages of {rid}, which has none", self.rooms[rid].number)
         if first_page + pages > max(self._done[rid], 0) and rid in self._queue:
             raise Violation(f"{self.name} sends pages of {rid} before they are computed", self.rooms[rid].number)
-        self._writing = (rid, first_page, pages)
-        return Gathered(pages * SPEC.page_bytes, RIGHT, 0.0)
-
-    def write(
-        self, id: int, link: str, slot: int, peer_offset: int, nbytes: int, notice: bytes, deadline: float
-    ) -> None:
-        """See `PrefillHost`."""
-        content = self._writing
-        assert content is not None, "a chunk is gathered before it is written"
-        rid = content[0]
         if self._served.setdefault(rid, link) != link:
             raise Violation(
                 f"{rid} is sent to two decode instances: its room was claimed twice", self.rooms[rid].number
@@ -138,14 +128,13 @@ class PrefillLife(Life):
         connection = self.links.get(link)
         if connection is None:
             raise Violation(f"{self.name} writes on a link that is gone", self.rooms[rid].number)
-        target = peer_offset // (self.registration.slot_pages * SPEC.page_bytes)
-        self.world.post(Write(id, connection, target, 0, (self.rooms[rid], *content[1:]), notice))
+        self.world.post(Write(id, connection, notice.slot, 0, (self.rooms[rid], first_page, pages), notice))
 
-    def test_path(self, id: int, link: str, number: int, notice: bytes, deadline: float) -> None:
+    def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
         """See `PrefillHost`."""
         connection = self.links.get(link)
         if connection is not None:
-            self.world.post_test(connection, id, number, notice)
+            self.world.post_test(connection, id, number)
 
     def finish(self, rid: str) -> None:
         """See `PrefillHost`."""

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from pdjax.disagg.protocol.messages import ChunkNotice
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.settings import TIMEOUTS
 
@@ -50,13 +51,13 @@ class Write:
 
     __slots__ = ("content", "epoch", "id", "lands_at", "link", "notice", "reported", "right", "slot")
 
-    def __init__(self, id: int, link: Link, slot: int, epoch: int, content: object, notice: bytes) -> None:
+    def __init__(self, id: int, link: Link, slot: int, epoch: int, content: object, notice: ChunkNotice) -> None:
         self.id = id
         self.link = link
         self.slot = slot
         self.epoch = epoch
         self.content = content
-        self.notice: bytes | None = notice
+        self.notice: ChunkNotice | None = notice
         self.right = True
         self.reported = False
         self.lands_at = 0.0
@@ -202,7 +203,7 @@ class World:
             link = write.link
             link.prefill.receive(link.prefill.write_ended, None, write.id, error)
 
-    def post_test(self, link: Link, id: int, number: int, notice: bytes) -> None:
+    def post_test(self, link: Link, id: int, number: int) -> None:
         """Start a test message."""
         if not link.path or (self.refuse and self.random.random() < self.refuse):
             self.faults["write"] += link.path
@@ -212,12 +213,12 @@ class World:
         if self.damage and self.random.random() < self.damage:
             self.faults["damage"] += 1
             right = False
-        self.after(self.random.random() * 0.01, self._land_test, link, id, number, notice, right)
+        self.after(self.random.random() * 0.01, self._land_test, link, id, number, right)
 
-    def _land_test(self, link: Link, id: int, number: int, notice: bytes, right: bool) -> None:
+    def _land_test(self, link: Link, id: int, number: int, right: bool) -> None:
         if link.path and link.decode.alive:
             link.decode.tests[number] = right
-            link.decode.receive(link.decode.notice, None, notice)
+            link.decode.receive(link.decode.test_came, None, number)
         error = None if link.path else "the path was closed"
         link.prefill.receive(link.prefill.write_ended, None, id, error)
 

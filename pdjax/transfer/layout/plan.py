@@ -8,6 +8,7 @@ slots. Where neither pp nor cp differ, there is one block and the slot is that o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from dataclasses import dataclass
@@ -138,6 +139,7 @@ class TransferPlan:
         return blocks
 
 
+@functools.lru_cache(maxsize=1024)  # asked for with every chunk, and the same for all of a pair
 def plan(
     spec: StateSpec,
     source: Layout,

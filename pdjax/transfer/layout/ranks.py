@@ -41,6 +41,11 @@ class Place:
     heads: Span
     page_class: int
 
+    def slot_bytes(self, spec: StateSpec, pages: int) -> int:
+        """Bytes of this rank's staging slot for chunks of up to `pages` pages. Enough for every layout of the other
+        side: a slot holds each page, layer and head of this rank's once at most."""
+        return pages * self.layers.count * self.heads.count * spec.run_words * spec.word_bytes
+
 
 class Layout(msgspec.Struct, frozen=True):
     """How an instance's ranks share a state; the numbers are sizes of mesh axes.
@@ -94,6 +99,11 @@ class Layout(msgspec.Struct, frozen=True):
             layers = Span(ends[stage] - self._stages(spec)[stage], ends[stage])
             found.append(Place(rank, layers, self._heads(spec, t), part))
         return found
+
+    def place(self, spec: StateSpec, rank: int) -> Place:
+        """What one rank holds. Raises `LayoutError`."""
+        dp_rank = rank // (self.cp * self.tp) % self.dp
+        return next(place for place in self.places(spec, dp_rank) if place.rank == rank)
 
     def _stages(self, spec: StateSpec) -> tuple[int, ...]:
         if self.stage_layers:

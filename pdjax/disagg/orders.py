@@ -1,0 +1,127 @@
+"""What the leader of an instance has each of its processes do for a transfer, and what they report of it.
+
+Orders travel with the engine's own, so that each has its place among the steps. The leader's process does the same as
+the others, and reports to its own role.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice
+from pdjax.disagg.protocol.topology import Rank
+from pdjax.transfer.layout import Layout
+
+
+class OpenPath(msgspec.Struct, frozen=True, tag_field="type", tag="open"):
+    """Prefill: connect to the ranks of a decode instance, whose rings have slots of so many pages."""
+
+    link: str
+    layout: Layout
+    slot_pages: int
+    ranks: list[Rank]
+
+
+class ClosePath(msgspec.Struct, frozen=True, tag_field="type", tag="close"):
+    """Prefill: disconnect; writes that are open end in failure."""
+
+    link: str
+
+
+class SendChunk(msgspec.Struct, frozen=True, tag_field="type", tag="send"):
+    """Prefill: gather what this process's ranks have of a chunk into staging slot `slot`, and send it over a link.
+
+    `page_ids` are the chunk's pages, numbered as in the pool. Ends in one `ChunkSent`, in `seconds` or little more.
+    """
+
+    id: int
+    link: str
+    slot: int
+    chunk: ChunkNotice
+    prompt_tokens: int
+    page_ids: list[int]
+    seconds: float
+
+
+class ScatterChunk(msgspec.Struct, frozen=True, tag_field="type", tag="scatter"):
+    """Decode: copy what has landed for this process's ranks out of the chunk's slot into `page_ids` of the pool."""
+
+    layout: Layout  # of the prefill side
+    chunk: ChunkNotice
+    prompt_tokens: int
+    page_ids: list[int]
+
+
+class ZeroPages(msgspec.Struct, frozen=True, tag_field="type", tag="zero"):
+    """Decode: fill pages of the pool with zeros, by way of a slot."""
+
+    slot: int
+    page_ids: list[int]
+
+
+class Drain(msgspec.Struct, frozen=True, tag_field="type", tag="drain"):
+    """Decode: run the backend dry. Ends in one `Dry`."""
+
+    id: int
+
+
+class ChunkSent(msgspec.Struct, frozen=True, tag_field="type", tag="sent"):
+    """Nothing of this process's part of a chunk is on its way any more; `error` says what has failed."""
+
+    id: int
+    error: str | None
+
+
+class PathLost(msgspec.Struct, frozen=True, tag_field="type", tag="path_lost"):
+    """This process can't reach a process of the decode instance."""
+
+    link: str
+    cause: str
+
+
+class PieceLanded(msgspec.Struct, frozen=True, tag_field="type", tag="landed"):
+    """A piece has landed with this process; `intact`: as it was sent."""
+
+    notice: PieceNotice
+    intact: bool
+
+
+class PathTested(msgspec.Struct, frozen=True, tag_field="type", tag="tested"):
+    """A test message has come to this process."""
+
+    number: int
+
+
+class NoticeRefused(msgspec.Struct, frozen=True, tag_field="type", tag="refused"):
+    """A notice was dropped; the sentence says why."""
+
+    reason: str
+
+
+class Dry(msgspec.Struct, frozen=True, tag_field="type", tag="dry"):
+    """A `Drain` is done."""
+
+    id: int
+
+
+Order = OpenPath | ClosePath | SendChunk | ScatterChunk | ZeroPages | Drain
+Report = ChunkSent | PathLost | PieceLanded | PathTested | NoticeRefused | Dry
+
+_encoder = msgspec.msgpack.Encoder()
+_orders = msgspec.msgpack.Decoder(Order)
+_reports = msgspec.msgpack.Decoder(Report)
+
+
+def encode(message: Order | Report) -> bytes:
+    """MessagePack; the same message makes the same bytes."""
+    return _encoder.encode(message)
+
+
+def decode_order(body: bytes) -> Order:
+    """Raises msgspec.DecodeError."""
+    return _orders.decode(body)
+
+
+def decode_report(body: bytes) -> Report:
+    """Raises msgspec.DecodeError."""
+    return _reports.decode(body)

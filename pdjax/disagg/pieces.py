@@ -1,0 +1,117 @@
+"""Counting what several ranks and processes do for one chunk: the room protocol knows whole chunks only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdjax.cache.spec import StateSpec
+from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice
+from pdjax.transfer.layout import Chunk, Layout, LayoutError, Transfer, plan
+
+
+class PieceError(Exception):
+    """A piece that belongs to no chunk; the sentence says why."""
+
+
+@dataclass(frozen=True)
+class Over:
+    """All parts of something have ended; `error` is that of the first that failed."""
+
+    error: str | None
+
+
+class Tally:
+    """Things in several parts, by number: each is over when its last part has ended."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[int, str | None]] = {}  # parts that have not ended, and the first error
+
+    def begin(self, id: int, parts: int) -> None:
+        """Something of so many parts, 1 or more."""
+        self._open[id] = parts, None
+
+    def ended(self, id: int, error: str | None = None) -> Over | None:
+        """One of its parts has ended. Returns what has become of it if that was the last."""
+        left, first = self._open[id]
+        error = first or error
+        if left > 1:
+            self._open[id] = left - 1, error
+            return None
+        del self._open[id]
+        return Over(error)
+
+
+@dataclass
+class Arrival:
+    """A chunk whose pieces land. `posted_at` is when the first of them was sent, by the sender's clock."""
+
+    chunk: ChunkNotice
+    prompt_tokens: int
+    layout: Layout  # of the sender
+    posted_at: float
+    damaged: bool
+    missing: dict[int, Transfer]  # by number
+
+
+class LandingBook:
+    """Which pieces of which chunks have landed in a decode instance's rings.
+
+    Args:
+        layout: of this instance.
+    """
+
+    def __init__(self, spec: StateSpec, layout: Layout) -> None:
+        self._spec = spec
+        self._layout = layout
+        self._open: dict[int, dict[tuple[int, int], Arrival]] = {}  # by slot, then by generation and chunk
+
+    def landed(self, notice: PieceNotice, *, intact: bool) -> Arrival | None:
+        """A piece has landed, as it was sent or not. Returns the chunk if it was the last of it.
+
+        A damaged chunk is complete, too, only when all of it has landed: then nothing is on its way to the slot, and it
+        can be sent again.
+
+        Raises:
+            PieceError: no chunk has such a piece, or it has come twice.
+        """
+        chunk = notice.chunk
+        arrivals = self._open.setdefault(chunk.slot, {})
+        key = chunk.generation, chunk.chunk
+        arrival = arrivals.get(key) or self._expect(notice)
+        if not _is_missing(arrival, notice):
+            raise PieceError(
+                f"piece {notice.piece} of chunk {chunk.chunk} of room {chunk.room}, {notice.nbytes} bytes at "
+                f"{notice.offset} of rank {notice.rank}'s slot, is none that is missing"
+            )
+        arrivals[key] = arrival
+        del arrival.missing[notice.piece]
+        arrival.damaged |= not intact
+        arrival.posted_at = min(arrival.posted_at, notice.posted_at)
+        if arrival.missing:
+            return None
+        del arrivals[key]
+        return arrival
+
+    def forget(self, slot: int) -> None:
+        """A slot is given back: what has landed in it is of no use."""
+        self._open.pop(slot, None)
+
+    def _expect(self, notice: PieceNotice) -> Arrival:
+        chunk = notice.chunk
+        try:
+            pieces = plan(self._spec, notice.layout, self._layout)
+        except LayoutError as error:
+            raise PieceError(f"a piece of a layout that cannot be: {error}") from error
+        transfers = pieces.transfers(Chunk(chunk.first_page, chunk.pages, notice.prompt_tokens))
+        missing = dict(enumerate(transfers))
+        return Arrival(chunk, notice.prompt_tokens, notice.layout, notice.posted_at, damaged=False, missing=missing)
+
+
+def _is_missing(arrival: Arrival, notice: PieceNotice) -> bool:
+    transfer = arrival.missing.get(notice.piece)
+    if transfer is None:
+        return False
+    whole = (arrival.chunk, arrival.prompt_tokens, arrival.layout)
+    place = (transfer.piece.destination, transfer.destination_offset, transfer.nbytes)
+    told = (notice.rank, notice.offset, notice.nbytes)
+    return (notice.chunk, notice.prompt_tokens, notice.layout) == whole and told == place

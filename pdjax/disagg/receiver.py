@@ -1,0 +1,112 @@
+"""A decode process's part of receiving: its ranks' rings, and the backend whose peers write into them."""
+
+from __future__ import annotations
+
+import jax
+
+from pdjax.disagg import orders
+from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, ZeroPages
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.topology import region_of
+from pdjax.engine.runner import Runner
+from pdjax.transfer.backend import Drained, Notice, TransferBackend
+from pdjax.transfer.layout import Block, Chunk, Layout, Span, plan
+from pdjax.transfer.path_test import PathTestCells
+from pdjax.transfer.staging import Device, LandingRing, local_shards, pages_of, with_new_shards
+
+
+class Receiver:
+    """See `pdjax.disagg.orders`. `carry_out` belongs to the device thread; `on_event` to one thread, any.
+
+    Args:
+        layout: of this instance.
+        devices: of this process, by the numbers of their ranks in the layout.
+        verify: whether pieces carry checksums.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        layout: Layout,
+        devices: dict[int, Device],
+        slots: int,
+        slot_pages: int,
+        backend: TransferBackend,
+        verify: bool,
+    ) -> None:
+        self.backend = backend
+        self.test_cells = PathTestCells(backend, receives=True)
+        self._runner = runner
+        self._layout = layout
+        self._verify = verify
+        shards = local_shards(runner.pool)
+        self._rank_of = {device: rank for rank, device in devices.items()}
+        self._rings = {
+            rank: LandingRing(
+                shards[device], slots=slots, slot_pages=slot_pages, backend=backend, region=region_of(rank)
+            )
+            for rank, device in devices.items()
+        }
+
+    def warm_up(self) -> None:
+        """Compile the scatters, by writing zeros to page 0."""
+        self._zero(ZeroPages(0, [0]))
+
+    def carry_out(self, order: orders.Order) -> None:
+        """Do as the leader says."""
+        match order:
+            case ScatterChunk():
+                self._scatter(order)
+            case ZeroPages():
+                self._zero(order)
+            case Drain(id):
+                self.backend.drain(id)
+            case _:
+                raise TypeError(f"a decode process was told {type(order).__name__}")
+
+    def on_event(self, event: object) -> orders.Report | None:
+        """Something has happened in the backend. Returns what is to be reported of it."""
+        match event:
+            case Drained(id):
+                return Dry(id)
+            case Notice(payload):
+                return self._verified(payload)
+        return None
+
+    def _verified(self, payload: bytes) -> PieceLanded | PathTested | NoticeRefused:
+        try:
+            notice = messages.decode_notice(payload)
+        except messages.ProtocolError as error:
+            return NoticeRefused(str(error))
+        if isinstance(notice, messages.PathNotice):
+            return PathTested(notice.number)
+        ring = self._rings.get(notice.rank)
+        if ring is None:
+            return NoticeRefused(f"a notice for rank {notice.rank} has come to a process that does not have it")
+        if not self._verify:
+            return PieceLanded(notice, True)
+        found = ring.checksum(notice.chunk.slot, notice.offset, notice.nbytes)
+        return PieceLanded(notice, found is not None and found == notice.checksum)
+
+    def _zero(self, order: ZeroPages) -> None:
+        def scatter(device: Device, shard: jax.Array) -> jax.Array:
+            ring, layers = self._rings[self._rank_of[device]], Span(0, shard.shape[0])
+            ring.clear(order.slot)
+            for first in range(0, len(order.page_ids), ring.slot_pages):
+                page_ids = order.page_ids[first : first + ring.slot_pages]
+                shard = ring.scatter(order.slot, shard, [(Block(0, 0, layers, range(len(page_ids))), page_ids)])
+            return shard
+
+        self._runner.pool = with_new_shards(self._runner.pool, scatter)
+
+    def _scatter(self, order: ScatterChunk) -> None:
+        chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
+        pieces = plan(self._runner.spec, order.layout, self._layout)
+
+        def scatter(device: Device, shard: jax.Array) -> jax.Array:
+            rank = self._rank_of[device]
+            parts = pages_of(pieces.scatters(rank, chunk), order.page_ids, first=chunk.first_page, cp=self._layout.cp)
+            return self._rings[rank].scatter(order.chunk.slot, shard, parts)
+
+        self._runner.pool = with_new_shards(self._runner.pool, scatter)

@@ -1,0 +1,204 @@
+"""A prefill process's part of sending: its ranks' staging, and the backend that moves what is in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from pdjax.disagg import orders
+from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk
+from pdjax.disagg.pieces import Tally
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.topology import Rank, in_order
+from pdjax.engine.runner import Runner
+from pdjax.transfer.backend import PeerLost, TransferBackend, TransferError, Write, WriteDone, WriteFailed
+from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan, plan
+from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
+from pdjax.transfer.staging import Device, SourceStaging, local_shards, pages_of
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A decode instance: its ranks by number, the size of their slots and the backend's names of their processes."""
+
+    layout: Layout
+    ranks: list[Rank]
+    slot_bytes: list[int]
+    names: list[str]
+
+
+class Sender:
+    """See `pdjax.disagg.orders`. `carry_out` belongs to the device thread; `on_event` to one thread, any.
+
+    Args:
+        layout: of this instance.
+        devices: of this process, by the numbers of their ranks in the layout.
+        verify: whether pieces carry checksums.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        *,
+        layout: Layout,
+        devices: dict[int, Device],
+        slots: int,
+        slot_pages: int,
+        backend: TransferBackend,
+        verify: bool,
+    ) -> None:
+        self.backend = backend
+        self._test_cells = PathTestCells(backend, receives=False)
+        self._runner = runner
+        self._layout = layout
+        self._devices = devices
+        self._verify = verify
+        shards = local_shards(runner.pool)
+        self._staging = {
+            rank: SourceStaging(
+                shards[device], slots=slots, slot_pages=slot_pages, backend=backend, first_region=1 + rank * slots
+            )
+            for rank, device in devices.items()
+        }
+        self._peers: dict[str, _Peer] = {}
+        self._tally = Tally()  # of pieces, by chunk
+        self._chunk_of: dict[int, int] = {}  # by write
+        self._writes = 0
+
+    def warm_up(self) -> None:
+        """Compile the gathers."""
+        shards = local_shards(self._runner.pool)
+        for rank, staging in self._staging.items():
+            shard = shards[self._devices[rank]]
+            staging.gather(0, shard, [(Block(0, 0, Span(0, shard.shape[0]), range(1)), [0])])
+            staging.wait(0)
+
+    def carry_out(self, order: orders.Order) -> ChunkSent | PathLost | None:
+        """Do as the leader says. Returns what is to be reported at once; the rest comes by `on_event`."""
+        match order:
+            case OpenPath():
+                return self._open(order)
+            case ClosePath(link):
+                peer = self._peers.pop(link, None)
+                for name in dict.fromkeys(peer.names) if peer is not None else ():
+                    self.backend.disconnect(name)
+                return None
+            case SendChunk():
+                return self._send(order)
+            case _:
+                raise TypeError(f"a prefill process was told {type(order).__name__}")
+
+    def on_event(self, event: object) -> ChunkSent | PathLost | None:
+        """Something has happened in the backend. Returns what is to be reported of it."""
+        match event:
+            case PeerLost(peer, cause):
+                return PathLost(peer.rpartition("#")[0], cause)
+            case WriteDone(id):
+                return self._ended(id, None)
+            case WriteFailed(id, cause):
+                return self._ended(id, cause)
+        return None
+
+    def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
+        """Send a test message to a peer's leader; ends as a chunk does."""
+        offset = self._test_cells.fill(number)
+        self._tally.begin(id, 1)
+        self.backend.write(
+            Write(
+                id=self._new_write(id),
+                peer=self._peers[link].names[0],
+                region=PATH_REGION,
+                offset=offset,
+                peer_region=PATH_REGION,
+                peer_offset=offset,
+                nbytes=CELL,
+                notice=messages.encode(messages.PathNotice(number)),
+                deadline=deadline,
+            )
+        )
+
+    def path(self, link: str) -> str:
+        """How bytes reach a peer, in words."""
+        return ", ".join(dict.fromkeys(map(self.backend.path, self._peers[link].names)))
+
+    def _new_write(self, chunk: int) -> int:
+        self._writes += 1
+        self._chunk_of[self._writes] = chunk
+        return self._writes
+
+    def _ended(self, write: int, error: str | None) -> ChunkSent | None:
+        chunk = self._chunk_of.pop(write)
+        over = self._tally.ended(chunk, error)
+        return ChunkSent(chunk, over.error) if over is not None else None
+
+    def _open(self, order: OpenPath) -> PathLost | None:
+        ranks = in_order(order.ranks)
+        processes = {transfer: f"{order.link}#{number}" for number, transfer in
+                     enumerate(dict.fromkeys(rank.transfer for rank in ranks))}  # fmt: skip
+        names = [processes[rank.transfer] for rank in ranks]
+        spec, layout = self._runner.spec, order.layout
+        slot_bytes = [layout.place(spec, rank).slot_bytes(spec, order.slot_pages) for rank in range(layout.ranks)]
+        self._peers[order.link] = _Peer(layout, ranks, slot_bytes, names)
+        try:
+            for transfer, name in processes.items():
+                self.backend.connect(name, transfer)
+        except TransferError as error:
+            return PathLost(order.link, str(error))
+        return None
+
+    def _send(self, order: SendChunk) -> ChunkSent | None:
+        peer = self._peers.get(order.link)
+        if peer is None:
+            return ChunkSent(order.id, f"the path of {order.link} is closed")
+        chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
+        # Among ranks with copies each room has another one send.
+        pieces = plan(self._runner.spec, self._layout, peer.layout, turn=order.chunk.room % self._layout.ranks)
+        mine = [
+            (number, transfer)
+            for number, transfer in enumerate(pieces.transfers(chunk))
+            if transfer.piece.source in self._staging
+        ]
+        if not mine:
+            return ChunkSent(order.id, None)
+        self._gather(order, pieces, chunk)
+        self._tally.begin(order.id, len(mine))
+        for number, transfer in mine:
+            self._write(order, peer, number, transfer)
+        return None
+
+    def _gather(self, order: SendChunk, pieces: TransferPlan, chunk: Chunk) -> None:
+        """Fill the slot of each of this process's ranks that has a part of the chunk."""
+        shards = local_shards(self._runner.pool)
+        for rank, staging in self._staging.items():
+            parts = pages_of(pieces.gathers(rank, chunk), order.page_ids, first=chunk.first_page, cp=self._layout.cp)
+            staging.gather(order.slot, shards[self._devices[rank]], parts)
+        for staging in self._staging.values():
+            staging.wait(order.slot)
+
+    def _write(self, order: SendChunk, peer: _Peer, number: int, transfer: Transfer) -> None:
+        staging, rank = self._staging[transfer.piece.source], transfer.piece.destination
+        offset, nbytes = transfer.source_offset, transfer.nbytes
+        notice = messages.PieceNotice(
+            chunk=order.chunk,
+            prompt_tokens=order.prompt_tokens,
+            layout=self._layout,
+            piece=number,
+            rank=rank,
+            offset=transfer.destination_offset,
+            nbytes=nbytes,
+            posted_at=time.time(),
+            checksum=staging.checksum(order.slot, offset, nbytes) if self._verify else None,
+        )
+        self.backend.write(
+            Write(
+                id=self._new_write(order.id),
+                peer=peer.names[rank],
+                region=staging.region(order.slot),
+                offset=offset,
+                peer_region=peer.ranks[rank].region,
+                peer_offset=order.chunk.slot * peer.slot_bytes[rank] + transfer.destination_offset,
+                nbytes=nbytes,
+                notice=messages.encode(notice),
+                deadline=time.monotonic() + order.seconds,
+            )
+        )
