@@ -214,7 +214,7 @@ class Decode:
 
     def _begin(self, request: Request) -> bool:
         """Generate without a partner, from zeros and the last prompt token."""
-        if not self._slots.free_slots or not self._admission.reserve(request):
+        if not self._slots.free_slots or self._admission.reserve(request, share=False) is None:
             return False
         slot = self._slots.take()
         assert slot is not None, "there is a free one"

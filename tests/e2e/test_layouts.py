@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,7 +15,7 @@ import jax
 import pytest
 from halves import Room, open_room
 from models.dense_attention import DenseModel
-from processes import Part, free_port, instance
+from processes import Part, get, instance
 
 from pdjax.layers.sharding import tensor_mesh
 from pdjax.models.checkpoint import load_model
@@ -21,6 +23,8 @@ from pdjax.models.random import tiny_config, write_random_model
 
 pytestmark = pytest.mark.e2e
 
+CONFIGS = Path(__file__).parents[2] / "configs"
+BACKEND = Path(__file__).with_name("delayed_writes")
 PAGE, SLOTS, CONTEXT = 4, 4, 128
 SHAPE: dict[str, Any] = {
     "Cache__page_size": PAGE,
@@ -29,17 +33,16 @@ SHAPE: dict[str, Any] = {
     "Engine__max_running_requests": 4,
     "Engine__prefill_tokens": 32,
     "Transfer__slots": SLOTS,
+    "Transfer__backend": "delayed",
 }
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp1": {},
-    "tp2": {"Instance__tp": 2, "Instance__devices_per_process": 2},
-    # Of two heads: each is on both devices of a process.
-    "tp4": {"Instance__processes": 2, "Instance__devices_per_process": 2},
+LAYOUTS = {
+    "tp1": "smollm2.gin",
+    "tp2": "tp2.gin",
+    "tp4": "tp4_two_processes.gin",  # of two heads: each is on both devices of a process
 }
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
-PROMPTS = [
-    [(7 * token) % 250 for token in range(length)] for length in (1, PAGE - 1, PAGE, PAGE * 8, PAGE * 8 + 1, 100)
-]
+LENGTHS = (1, PAGE - 1, PAGE, PAGE * 8, PAGE * 8 + 1, 100)
+_salts = itertools.count()
 
 
 @dataclass
@@ -50,17 +53,17 @@ class Fleet:
     decode: dict[str, Part]
     bootstrap: dict[str, int]
     dense: DenseModel
+    order: Path  # to the backends
 
     @property
     def parts(self) -> list[Part]:
         return [*self.prefill.values(), *self.decode.values()]
 
-    def room(self, prefill: str, decode: str, prompt: list[int], tokens: int = 12) -> Room:
+    def room(self, prefill: str, decode: str, length: int = 100, tokens: int = 12) -> Room:
+        """With a prompt of its own, that no prefix cache has."""
+        salt = next(_salts)
+        prompt = [(7 * token + salt) % 250 for token in range(length)]
         return open_room(self.prefill[prefill], self.decode[decode], self.bootstrap[prefill], prompt, tokens)
-
-
-def start(folder: Path, model: Path, role: str, layout: str, **options: Any) -> Part:
-    return instance(folder, role, Model__folder=model, **SHAPE | LAYOUTS[layout] | options)
 
 
 @pytest.fixture(scope="module")
@@ -74,24 +77,36 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("fleet")
     dense = DenseModel(load_model(model, dtype="float32", mesh=tensor_mesh(jax.devices()[:1])), CONTEXT)
-    found = Fleet({}, {}, {layout: free_port() for layout in LAYOUTS}, dense)
+    found = Fleet({}, {}, {}, dense, folder / "order")
+    path = os.pathsep.join([str(BACKEND), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {"PYTHONPATH": path, "PDJAX_TEST_DELAY": str(found.order)}
     try:
-        for layout, port in found.bootstrap.items():
-            found.prefill[layout] = start(folder, model, "prefill", layout, Disagg__bootstrap_port=port)
-            found.decode[layout] = start(folder, model, "decode", layout)
+        for layout, config in LAYOUTS.items():
+            options: dict[str, Any] = {"config": CONFIGS / config, "env": env, "Model__folder": model, **SHAPE}
+            found.prefill[layout] = instance(folder, "prefill", **options, Disagg__bootstrap_port=0)
+            found.decode[layout] = instance(folder, "decode", **options)
         for part in found.parts:
             part.wait_ready()
+        for layout, part in found.prefill.items():
+            info = json.loads(get(f"{part.url}/server_info")[1])
+            found.bootstrap[layout] = info["disaggregation_bootstrap_port"]
         yield found
     finally:
         for part in found.parts:
             part.kill()
 
 
-def ended(room: Room, seconds: float = 60.0) -> Room:
+def wait_ended(room: Room, seconds: float = 60.0) -> None:
     for half in room.halves:
         half.join(seconds)
         assert half.ended_at, half
-    return room
+
+
+def is_right(fleet: Fleet, room: Room) -> bool:
+    """Whether both halves have ended well, with the tokens of one device."""
+    wait_ended(room)
+    assert room.prefill is not None and room.decode is not None
+    return room.prefill.status == 200 and room.decode.output_ids == fleet.dense.greedy(room.prompt, room.tokens)
 
 
 def at_rest(part: Part) -> dict[str, float]:
@@ -112,12 +127,17 @@ def at_rest(part: Part) -> dict[str, float]:
 
 @pytest.mark.parametrize(("prefill", "decode"), PAIRS)
 def test_every_pair_of_layouts_gives_the_tokens_of_one_device(fleet: Fleet, prefill: str, decode: str) -> None:
-    rooms = [fleet.room(prefill, decode, prompt) for prompt in PROMPTS]
+    rooms = [fleet.room(prefill, decode, length) for length in LENGTHS]
     for room in rooms:
-        ended(room)
-        assert room.prefill is not None and room.prefill.status == 200, room
-        assert room.decode is not None and room.decode.output_ids == fleet.dense.greedy(room.prompt, 12), room
+        assert is_right(fleet, room), room
     for part in (fleet.prefill[prefill], fleet.decode[decode]):
         metrics = at_rest(part)
         assert metrics["pdjax_compiles_after_warmup_total"] == 0 and metrics["pdjax_failed_rooms_total"] == 0
     assert fleet.decode[decode].metrics()["pdjax_damaged_chunks_total"] == 0
+
+
+def test_a_piece_that_one_process_has_damaged_is_sent_again(fleet: Fleet) -> None:
+    fleet.order.write_text("damage 1")
+    assert is_right(fleet, fleet.room("tp4", "tp4"))
+    assert at_rest(fleet.decode["tp4"])["pdjax_damaged_chunks_total"] == 1
+    at_rest(fleet.prefill["tp4"])

@@ -1,12 +1,13 @@
-"""A transfer backend for tests: UCX, whose writes leave late, or not at all, while a file says so.
+"""A transfer backend for tests: UCX, whose writes leave late, damaged, or not at all, while a file says so.
 
 It is found by its entry point when this folder is on PYTHONPATH. The file that `PDJAX_TEST_DELAY` names holds seconds;
 without it, or with nothing in it, writes leave at once. Messages that test the path are not held. "drop" in it loses
-every write and tells nobody.
+every write and tells nobody; "damage" and the number of a process cuts that one's next write short.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 from pathlib import Path
@@ -33,7 +34,12 @@ class DelayedBackend:
         if said == "drop":
             self._on_event(WriteDone(write.id))
             return
-        seconds = float(said or 0)
+        if write.region != PATH_REGION and said == f"damage {os.environ['PMI_RANK']}":
+            self._file.write_text("")
+            print(f"a write of {write.nbytes} bytes is cut short", flush=True)
+            self._inner.write(dataclasses.replace(write, nbytes=write.nbytes // 2))
+            return
+        seconds = 0.0 if said.startswith("damage") else float(said or 0)
         if not seconds or write.region == PATH_REGION:
             self._inner.write(write)
             return
