@@ -68,6 +68,7 @@ class Generate(msgspec.Struct, frozen=True, tag_field="type", tag="generate"):
     prompt_logprobs: bool = False  # also tell the log-probabilities of the prompt's own tokens
     priority: int = 0  # higher goes first; equals by arrival
     deadline_s: float | None = None  # seconds from arrival until the request fails, wherever it is
+    sample_of: str = ""  # another request with the same prompt, of which this is one more sample
 
 
 class Abort(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):

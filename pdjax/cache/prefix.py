@@ -22,14 +22,6 @@ class Grant:
     cached: int
 
 
-@dataclass(frozen=True)
-class Known:
-    """Cached pages of a text, and how many of them nobody uses now."""
-
-    pages: int
-    idle: int
-
-
 class PrefixCache:
     """Gives requests their pages. With `enabled` off nothing is shared or kept, and the rest is the same."""
 
@@ -59,10 +51,9 @@ class PrefixCache:
         """How many of a request's pages belong to the cache: its first ones."""
         return len(self._held.get(owner, ()))
 
-    def known(self, token_ids: Sequence[int], pages: int) -> Known:
-        """What `begin` would find of a text, of at most `pages` pages."""
-        nodes = self._tree.match(token_ids, pages) if self.enabled else []
-        return Known(len(nodes), sum(not node.locks for node in nodes))
+    def known(self, token_ids: Sequence[int], pages: int) -> list[int]:
+        """The pages that `begin` would find of a text, at most `pages`."""
+        return [node.page for node in self._tree.match(token_ids, pages)] if self.enabled else []
 
     def begin(self, owner: str, token_ids: Sequence[int], *, pages: int, cached: int, spare: int = 0) -> Grant | None:
         """Give a request its first pages, all or none; None means that there are too few now.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdjax.cache.prefix import Known
 from pdjax.engine.demand import Demand, fits
 from pdjax.engine.request import Request
 from pdjax.engine.retraction import Retraction
@@ -43,7 +42,8 @@ class Admission:
         cached = request.prompt_tokens // engine.spec.page_size if share else 0
         known = engine.prefix.known(request.input_ids, cached)
         running, moving = self._inside()
-        if not self._fit(running, [*moving, self._demand(request, held, known.pages)], known):
+        moving.append(self._demand(request, held, known))
+        if not fits(engine.allocator.capacity, running=running, moving=moving):
             return None
         return engine.give_pages(request, held, cached=cached)
 
@@ -51,12 +51,8 @@ class Admission:
         engine, held = self._engine, self.retraction.pages_needed(request)
         known = engine.prefix.known(request.computed_ids, request.next_position // engine.spec.page_size)
         running, moving = self._inside()
-        return self._fit([*running, self._demand(request, held, known.pages)], moving, known)
-
-    def _fit(self, running: list[Demand], moving: list[Demand], known: Known) -> bool:
-        """Whether one more fits, of which `known` is cached."""
-        pool, locked = self._engine.allocator.capacity, self._engine.prefix.locked_pages + known.idle
-        return fits(pool, running=running, moving=moving, locked=locked)
+        running.append(self._demand(request, held, known))
+        return fits(engine.allocator.capacity, running=running, moving=moving)
 
     def _inside(self) -> tuple[list[Demand], list[Demand]]:
         """Of those that have pages: who decodes, and whose prompt is being moved here."""
@@ -64,17 +60,17 @@ class Admission:
         for request in self._engine.requests.values():
             if request.pages:
                 demands = running if request.rid in self._engine.scheduler.running else moving
-                shared = self._engine.prefix.shared(request.rid)
+                shared = request.pages[: self._engine.prefix.shared(request.rid)]
                 demands.append(self._demand(request, len(request.pages), shared))
         return running, moving
 
-    def _demand(self, request: Request, held: int, shared: int) -> Demand:
+    def _demand(self, request: Request, held: int, shared: list[int]) -> Demand:
         engine, generated = self._engine, len(request.output_ids)
         most = engine.spec.pages(request.max_tokens)
         fixed = engine.limits.reserved_decode_tokens
         outputs = generated + fixed if fixed else engine.lengths.expected(generated, request.sampling.max_new_tokens)
         likely = engine.spec.pages(request.prompt_tokens + outputs - 1)
-        return Demand(held=held, shared=shared, expected=min(max(likely, held), most), most=most)
+        return Demand(held=held, shared=frozenset(shared), expected=min(max(likely, held), most), most=most)
 
 
 def _computes_no_prompt(request: Request) -> None:

@@ -84,6 +84,7 @@ class Decode:
             pages=self._engine.spec.pages(request.prompt_tokens),
             priority=request.priority,
             arrived=request.arrived,
+            follows=request.sample_of,
         )
         self._instance.submit(ask, self._engine.clock())
 

@@ -49,31 +49,32 @@ class OutputLengths:
 
 @dataclass(frozen=True)
 class Demand:
-    """One request's, in pages.
+    """One request's, in numbers of pages.
 
     Attributes:
         held: those that it has, or would be given now.
-        shared: of these, pages of the prefix cache.
+        shared: which of these others may have too: pages of the prefix cache.
         expected: all that it is likely to have when it ends; at least `held`.
         most: all that it may need.
     """
 
     held: int
-    shared: int
+    shared: frozenset[int]
     expected: int
     most: int
 
 
-def fits(pool: int, *, running: Sequence[Demand], moving: Sequence[Demand], locked: int) -> bool:
+def fits(pool: int, *, running: Sequence[Demand], moving: Sequence[Demand]) -> bool:
     """Whether a pool keeps the guarantee, and is likely to be large enough, with these requests in it.
 
     Args:
         pool: its pages.
         running: requests that decode, and can be put out.
         moving: requests whose prompts are on their way into their pages.
-        locked: pages of the prefix cache that any of them uses, each counted once.
     """
-    pinned = sum(each.held - each.shared for each in moving) + min(locked, sum(each.shared for each in moving))
-    largest = max([*(each.most for each in running), *(each.most - each.held for each in moving)], default=0)
-    likely = locked + sum(each.expected - each.shared for each in (*running, *moving))
-    return pinned + largest <= pool and likely <= pool
+    kept = frozenset[int]().union(*(each.shared for each in moving))
+    pinned = len(kept) + sum(each.held - len(each.shared) for each in moving)
+    further = [*(each.most - len(each.shared & kept) for each in running), *(each.most - each.held for each in moving)]
+    shared = kept.union(*(each.shared for each in running))
+    likely = len(shared) + sum(each.expected - len(each.shared) for each in (*running, *moving))
+    return pinned + max(further, default=0) <= pool and likely <= pool

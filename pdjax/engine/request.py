@@ -32,6 +32,7 @@ class Request:
     rendezvous: Rendezvous | None = None
     priority: int = 0
     deadline_s: float | None = None  # seconds from `arrived`
+    sample_of: str = ""  # another request with the same prompt
     use_cache: bool = True  # whether pages of the prefix cache may stand for the prompt's
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # prompt tokens whose keys and values are in the pages
@@ -59,6 +60,7 @@ class Request:
             rendezvous=message.rendezvous,
             priority=message.priority,
             deadline_s=message.deadline_s,
+            sample_of=message.sample_of,
             # Log-probabilities of a prompt's tokens come from computing them.
             use_cache=not message.prompt_logprobs,
             top_logprobs=message.top_logprobs,

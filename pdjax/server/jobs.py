@@ -143,6 +143,7 @@ def _job(
         prompt_logprobs=ask.prompt_logprobs,
         priority=ask.priority or 0,
         deadline_s=ask.deadline_s,
+        sample_of=f"{ask.rid}-0" if sample else "",
     )
     return Job(generate, text_rules(ask.sampling), prompt, sample)
 

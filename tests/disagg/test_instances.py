@@ -329,6 +329,37 @@ def test_prefill_complete_takes_pages_only_when_the_prompt_is_computed_and_grant
     assert any(isinstance(message, messages.SlotGrant) for message in host.sent)
 
 
+def test_one_that_follows_another_waits_for_its_prompt_and_takes_its_place_if_it_fails() -> None:
+    host = Host()
+    instance = decode(host)
+    instance.submit(DecodeAsk("a", 1, "host", 7, 4, b"d" * 8, 4), 0.0)
+    for rid, room in (("b", 2), ("c", 3)):
+        instance.submit(DecodeAsk(rid, room, "host", 7, 4, b"d" * 8, 4, follows="a"), 0.0)
+    instance.submit(DecodeAsk("other", 4, "host", 7, 4, b"e" * 8, 4, follows="nobody here"), 0.0)
+    instance.tick(0.0)
+    assert host.reserved == ["a", "other"]
+    instance.cancel("a", "the client left", 0.0)
+    instance.tick(0.0)
+    assert host.reserved == ["a", "other", "b"]
+    instance.cancel("b", "the client left", 0.0)
+    instance.tick(0.0)
+    assert host.reserved == ["a", "other", "b", "c"]
+
+
+def test_one_that_follows_another_does_not_wait_for_ever() -> None:
+    host = Host()
+    instance = decode(host)
+    ask(instance, 0.0, rid="a", room=1)
+    instance.link_up(LINK, HELLO[1], 0.0)
+    instance.submit(DecodeAsk("b", 2, "host", 7, 4, b"d" * 8, 4, follows="a"), 0.0)
+    now = 0.0
+    while "b" not in host.failed and now < 100:
+        now += 0.5
+        instance.frame(LINK, messages.encode(messages.Heartbeat(int(now), 1)), now)
+        instance.tick(now)
+    assert "a" in host.failed and now <= 2 * (TIMEOUTS.alloc + TIMEOUTS.waiting)
+
+
 def test_a_wait_for_pages_ends_and_says_what_it_was_for() -> None:
     host = Host()
     host.pages = False

@@ -50,6 +50,17 @@ def test_a_second_turn_through_a_pair_moves_only_its_new_pages(pair: Deployment,
     assert post(f"{pair.router.url}/generate", greedy(longer, 8))[1]["output_ids"] == second["output_ids"]
 
 
+def test_samples_of_a_prompt_move_it_once(pair: Deployment, unified: Part) -> None:
+    ids = [(37 * index) % 4000 + 100 for index in range(100)]
+    body = {"input_ids": ids, "sampling_params": {"n": 4, "seed": 3, "temperature": 1, "max_new_tokens": 8}}
+    before = metrics(pair.decode)["pdjax_received_pages_total"]
+    status, answers = post(f"{pair.router.url}/generate", body)
+    assert status == 200, answers
+    assert metrics(pair.decode)["pdjax_received_pages_total"] - before == 7 + 3 * 1  # the last page is not whole
+    alone = post(f"{unified.url}/generate", body)[1]
+    assert [each["output_ids"] for each in answers] == [each["output_ids"] for each in alone]
+
+
 def test_a_conversation_through_a_unified_instance_computes_what_is_new(unified: Part) -> None:
     history = RECORDS[0]["input_ids"] * 8
     status, first = post(f"{unified.url}/generate", greedy(history, 30))

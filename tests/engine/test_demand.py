@@ -53,12 +53,12 @@ class Play:
     def demand(self, item: Item, held: int) -> Demand:
         total = item.prompt + item.most
         outputs = item.most if self.whole else self.lengths.expected(item.generated, item.most)
-        return Demand(held, 0, min(max(item.prompt + outputs, held), total), total)
+        return Demand(held, frozenset(), min(max(item.prompt + outputs, held), total), total)
 
     def fits(self, running: list[Item], moving: list[Item]) -> bool:
         running_, moving_ = ([self.demand(item, item.held or self.needed(item)) for item in items]
                              for items in (running, moving))  # fmt: skip
-        return fits(self.pool, running=running_, moving=moving_, locked=0)
+        return fits(self.pool, running=running_, moving=moving_)
 
     def needed(self, item: Item) -> int:
         return min(item.prompt + item.generated + 1, item.prompt + item.most)
@@ -120,6 +120,15 @@ def test_every_request_ends_and_the_largest_never_waits(items: list[Item], lengt
     for length in lengths:
         play.lengths.add(length)
     play.run(bound=sum(item.length + item.moves + 5 for item in items) * 2 + 50)
+
+
+def test_pages_that_several_use_count_once() -> None:
+    prompt = frozenset(range(10))
+    each = Demand(held=11, shared=prompt, expected=12, most=14)
+    assert fits(16, running=[each, each], moving=[each])  # 10 shared, 2 of its own for each
+    assert not fits(15, running=[each, each], moving=[each])
+    apart = Demand(held=11, shared=frozenset(range(10, 20)), expected=12, most=14)
+    assert not fits(24, running=[each], moving=[apart]) and fits(25, running=[each], moving=[apart])
 
 
 def test_many_more_decode_together_than_if_all_was_reserved() -> None:

@@ -35,6 +35,7 @@ def test_samples_have_ids_and_seeds_of_their_own(unified):
     assert [each["meta_info"]["id"] for each in answer] == ["r-0", "r-1", "r-2"]
     assert [each["text"] for each in answer] == ["r-0", "r-1", "r-2"]
     assert [each.sampling.seed for each in sent(unified)] == [7, 8, 9]
+    assert [each.sample_of for each in sent(unified)] == ["", "r-0", "r-0"]
 
 
 def test_samples_of_a_batch_come_prompt_by_prompt(unified):

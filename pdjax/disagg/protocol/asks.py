@@ -46,7 +46,10 @@ class PrefillAsk(msgspec.Struct, frozen=True, gc=False):
 
 
 class DecodeAsk(msgspec.Struct, frozen=True, gc=False):
-    """The client's half of a room. `host` and `port`: where its prefill leader takes links. `pages` hold the prompt."""
+    """The client's half of a room. `host` and `port`: where its prefill leader takes links. `pages` hold the prompt.
+
+    `follows` is another request with the same prompt: while that one's is on its way, this one waits to share it.
+    """
 
     rid: str
     room: int
@@ -57,6 +60,7 @@ class DecodeAsk(msgspec.Struct, frozen=True, gc=False):
     pages: int
     priority: int = 0
     arrived: float = 0.0
+    follows: str = ""
 
     @property
     def link(self) -> str:

@@ -20,7 +20,8 @@ from pdjax.disagg.protocol.turns import Turns
 
 @dataclass
 class _Job:
-    """A request whose prompt is not here yet. `held`: chunks that ask for slots before the request has pages."""
+    """A request whose prompt is not here yet. `held`: chunks that ask for slots before the request has pages.
+    `followers`: requests with the same prompt, which wait for it."""
 
     ask: DecodeAsk
     room: DecodeRoom
@@ -28,6 +29,7 @@ class _Job:
     first_page: int = 0  # of its prompt's pages, the first that is not filled already
     met: float = 0.0
     held: list[int] = field(default_factory=list)
+    followers: list[_Job] = field(default_factory=list)
 
 
 @dataclass
@@ -69,16 +71,20 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         room = DecodeRoom(ask.room, self._timeouts, self._page_bytes)
         job = _Job(ask, room)
         self._rooms[ask.room], self._jobs[ask.room], self._room_of[ask.rid] = room, job, ask.room
-        if self._early:
-            self._want_pages(job)
-            self._feed(room, decode_room.Waits("free pages", self._timeouts.alloc), now)
-        else:
+        first = self._jobs.get(self._room_of.get(ask.follows, -1))
+        if not self._early:
             self._meet(job, now)
+        elif first is not None:
+            first.followers.append(job)
+            bound = self._timeouts.alloc + self._timeouts.waiting
+            self._feed(room, decode_room.Waits(f"the prompt of {ask.follows}, which is the same", bound), now)
+        else:
+            self._wait_for_pages(job, now)
 
     def cancel(self, rid: str, reason: str, now: float) -> None:
         """A request's client has gone."""
         number = self._room_of.get(rid)
-        job = self._drop_job(number) if number is not None else None
+        job = self._drop_job(number, now) if number is not None else None
         if job is not None:
             self._feed(job.room, decode_room.Cancel(499, f"the decode request was aborted: {reason}"), now)
 
@@ -196,6 +202,10 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         """Raise unless the books add up; call it when no request is live."""
         if self._jobs or len(self._turns) or self._rooms:
             raise AssertionError(f"rooms without a live request: {sorted(self._rooms)}, {sorted(self._jobs)}")
+
+    def _wait_for_pages(self, job: _Job, now: float) -> None:
+        self._want_pages(job)
+        self._feed(job.room, decode_room.Waits("free pages", self._timeouts.alloc), now)
 
     def _want_pages(self, job: _Job) -> None:
         self._turns.push(job.ask.rid, job, priority=job.ask.priority, arrived=job.ask.arrived)
@@ -370,7 +380,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             case actions.StartDecode(handoff, prompt):
                 self.counters["completed_rooms"] += 1
                 self._leave(room)
-                job = self._drop_job(room.room)
+                job = self._drop_job(room.room, now, served=True)
                 assert job is not None, "a room that succeeds has a request"
                 self._host.start(job.ask.rid, handoff, prompt, job.met)
             case actions.Fail(status, reason):
@@ -378,7 +388,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
                 claimed = room.generation is not None
                 self.counters["transfer_failed_rooms" if claimed else "bootstrap_failed_rooms"] += 1
                 self._leave(room)
-                job = self._drop_job(room.room)
+                job = self._drop_job(room.room, now)
                 if job is not None:
                     self._host.fail(job.ask.rid, status, reason)
             case actions.Drain():
@@ -423,15 +433,26 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             return False
         return self._slots_out.total() + 1 >= self._registration.slots > 1
 
-    def _drop_job(self, number: int) -> _Job | None:
+    def _drop_job(self, number: int, now: float, *, served: bool = False) -> _Job | None:
         job = self._jobs.pop(number, None)
         if job is not None:
+            self._let_go(job.followers, now, served=served)
             del self._room_of[job.ask.rid]
             self._turns.discard(job.ask.rid)
             link = self._links.get(job.ask.link)
             if link is not None:
                 link.awaiting.pop(number, None)
         return job
+
+    def _let_go(self, followers: list[_Job], now: float, *, served: bool) -> None:
+        """The prompt that these have waited for is here, and is theirs too; or its room has failed, and the next of
+        them takes its place."""
+        waiting = [job for job in followers if self._jobs.get(job.ask.room) is job]
+        if not served and waiting:
+            waiting[0].followers = waiting[1:]
+            waiting = waiting[:1]
+        for job in waiting:
+            self._wait_for_pages(job, now)
 
     def _rooms_on(self, link: str) -> dict[int, DecodeRoom]:
         return self._links[link].rooms

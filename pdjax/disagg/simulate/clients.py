@@ -66,6 +66,7 @@ class Room:
     priority: int = 0
     text: int = 0  # requests of one text begin alike, for `common` pages
     common: int = 0
+    follows: int = 0  # the request that this is one more sample of
     contested: bool = False
     aborted: bool = False
     halves: int = 2  # 1: only one of them is ever sent
@@ -145,6 +146,8 @@ class Clients:
         )
         if draw.random() < 0.5:
             room.text, room.common = draw.randrange(TEXTS), draw.randrange(pages + 1)
+        if not plain and draw.random() < 0.08:
+            self._sample_again(room, draw.randint(1, 3))
         kind = draw.random() if not plain else 1.0
         if kind < 0.02 and not self.calm:
             room.halves = 1
@@ -168,6 +171,13 @@ class Clients:
             self._used.append(room)
         self._dispatch(room)
         return room
+
+    def _sample_again(self, room: Room, samples: int) -> None:
+        """More samples of a request's prompt."""
+        for _ in range(samples):
+            self.rooms += 1
+            sample = replace(room, id=self.rooms, number=self.random.getrandbits(62), follows=room.id)
+            self.world.after(self.random.random() * 0.02, self._dispatch, sample)
 
     def _dispatch(self, room: Room) -> None:
         draw = self.random
@@ -211,6 +221,8 @@ class Clients:
         chunks = -(-room.pages // self.settings.slot_pages) + 1
         bound = TIMEOUTS.alloc * 2 + 2 * TIMEOUTS.link + TIMEOUTS.bootstrap + (chunks + 2) * TIMEOUTS.waiting
         bound += room.generates
+        if room.follows:
+            bound += TIMEOUTS.alloc + TIMEOUTS.waiting
         self._open[room.id, side] = (life, room)
         heapq.heappush(self._bounds, (self.world.now + bound, room.id, side, room))
         self.world.tell(life.name, f"is sent its half of request {room.id}, room {room.number}, {room.pages} pages")

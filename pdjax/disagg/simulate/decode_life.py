@@ -38,8 +38,9 @@ class DecodeLife(Life):
         """A request comes."""
         self.rooms[rid] = room
         ask = DecodeAsk(
-            rid, room.number, f"p{room.prefill}", 1, room.pages, room.digest, room.pages, room.priority, self.now
-        )
+            rid, room.number, f"p{room.prefill}", 1, room.pages, room.digest, room.pages, room.priority, self.now,
+            follows=f"r{room.follows}",
+        )  # fmt: skip
         self.machine.submit(ask, self.now)
 
     def cancel(self, rid: str, reason: str) -> None:
