@@ -5,9 +5,8 @@ equal layouts, in chunks of 512 tokens. Every rank is a process with its own UCX
 the word go until every destination rank has it all in its pages.
 
 * `staging`: each source rank gathers a chunk, writes each piece of the transfer plan, and the destination scatters.
-* `tokens`: no gather or scatter; both sides hold tokens one after the other, and a source writes each token's heads of
-  each layer by themselves, one after the other without waiting, then one notice. (This is written in Python, at 1 to
-  3 us a slice; in C it would be faster by that.)
+* `tokens`: see `bench/hetero_tokens.py`; no gather or scatter. (It is written in Python, at 1 to 3 us a slice; in C it
+  would be faster by that.)
 
 Rounds take turns over everything; figures are medians. `staging_vs_per_token_slices` is how many times faster staging
 is, `staging_vs_equal_tp` the time between equal layouts over that of staging: each the worse of both directions. Equal
@@ -57,6 +56,7 @@ class Rank:
             start_new_session=True,
         )
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+        self.used = self._cpu = 0.0  # processor seconds between the last two lines, and until the last
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
@@ -74,7 +74,9 @@ class Rank:
     def wait(self, seconds: float = PATIENCE) -> dict[str, Any]:
         """The next line."""
         try:
-            return self._lines.get(timeout=seconds)
+            line = self._lines.get(timeout=seconds)
+            self.used, self._cpu = line["cpu"] - self._cpu, line["cpu"]
+            return line
         except queue.Empty:
             raise SystemExit(f"rank {self.name} says nothing for {seconds:.0f} s") from None
 
@@ -101,7 +103,7 @@ class Fleet:
                     ranks = [Rank(side, tp, rank, path) for rank in range(tp)]
                     self.ranks[side, tp] = ranks
                     for rank in ranks:  # few at a time: each compiles
-                        described = rank.wait(START_SECONDS)["description"]
+                        described = rank.wait(START_SECONDS)
                         if side == "destination":
                             descriptions[rank.name] = described
             self.path = ""
@@ -112,8 +114,8 @@ class Fleet:
             self.close()
             raise
 
-    def move(self, route: tuple[int, int], mode: str) -> float:
-        """Seconds until all destination ranks have everything."""
+    def move(self, route: tuple[int, int], mode: str) -> tuple[float, float]:
+        """Seconds until all destination ranks have everything, and processor seconds of all ranks."""
         sources, destinations = self.ranks["source", route[0]], self.ranks["destination", route[1]]
         start = time.perf_counter()
         for source in sources:
@@ -123,7 +125,7 @@ class Fleet:
         taken = time.perf_counter() - start
         for source in sources:
             source.wait()
-        return taken
+        return taken, sum(rank.used for rank in (*sources, *destinations))
 
     def check(self, route: tuple[int, int]) -> None:
         """Every destination rank compares its pages with what belongs there."""
@@ -140,15 +142,15 @@ class Fleet:
                 rank.end()
 
 
-def run(path: str, rounds: int) -> tuple[str, dict[str, list[float]]]:
-    """The path in words, and the seconds of each case, by its name."""
+def run(path: str, rounds: int) -> tuple[str, dict[str, list[tuple[float, float]]]]:
+    """The path in words, and seconds and processor seconds of each case's rounds, by its name."""
     fleet = Fleet(path)
     try:
         cases = [(route, "staging") for route in ROUTES] + [(route, "tokens") for route in UNEQUAL]
         for route in ROUTES:
             fleet.move(route, "staging")  # untimed: connections are made on first use
             fleet.check(route)
-        taken: dict[str, list[float]] = {_name(*case): [] for case in cases}
+        taken: dict[str, list[tuple[float, float]]] = {_name(*case): [] for case in cases}
         for _ in range(rounds):
             for route, mode in cases:
                 taken[_name(route, mode)].append(fleet.move(route, mode))
@@ -183,15 +185,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="timed turns of each case (default 3)")
     options = parser.parse_args()
     path, taken = run(options.path, options.rounds)
-    medians = {name: statistics.median(each) for name, each in taken.items()}
+    medians = {name: statistics.median(seconds for seconds, _ in each) for name, each in taken.items()}
+    processor = {name: statistics.median(cpu for _, cpu in each) for name, each in taken.items()}
     found = ratios(medians)
     if options.json:
         rows = {name: round(seconds, 4) for name, seconds in medians.items()}
-        print(json.dumps({"bench": "hetero", "path": path, "seconds": rows, "ratios": found}))
+        cpu = {name: round(seconds, 4) for name, seconds in processor.items()}
+        print(json.dumps({"bench": "hetero", "path": path, "seconds": rows, "processor_s": cpu, "ratios": found}))
         return
     print(f"path: {path}; {MEGABYTES} MB")
     for name, seconds in medians.items():
-        print(f"{name:18} {seconds * 1000:9.1f} ms  {MEGABYTES / 1000 / seconds:6.2f} GB/s")
+        cpu = f"processor {processor[name] * 1000:.0f} ms"
+        print(f"{name:18} {seconds * 1000:9.1f} ms  {MEGABYTES / 1000 / seconds:6.2f} GB/s  {cpu}")
     print(", ".join(f"{name} {value}" for name, value in found.items()))
 
 

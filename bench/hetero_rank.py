@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from bench.hetero_tokens import Slices, TokenSource, TokenTarget
 from pdjax.cache.spec import StateSpec
 from pdjax.kernels import gather_pages, native, scatter_pages
 from pdjax.launch.cache_folder import cache_root
@@ -33,9 +33,8 @@ TOKENS, CHUNK_PAGES = 2048, 32
 SPEC = StateSpec("kv", layers=32, heads=8, head_dim=128, page_size=16, dtype="bfloat16")
 PAGES = SPEC.pages(TOKENS)
 RUN_BYTES = SPEC.run_words * SPEC.word_bytes
-RING, TOKENS_IN, TOKENS_OUT, FIRST_SLOT = 1, 2, 3, 10  # regions
+RING, FIRST_SLOT = 1, 10  # regions
 PATIENCE = 60.0  # seconds
-_PUTS_OPEN = 1024  # slices that are under way at a time
 
 
 @dataclass(frozen=True)
@@ -72,8 +71,7 @@ class Rank:
         shape = (SPEC.layers, PAGES + 1, self.heads, 2, SPEC.page_size, SPEC.head_dim)
         self.numbers = numbers
         self.pool = jnp.zeros(shape, SPEC.word_dtype)
-        self.token_bytes = self.heads * SPEC.head_dim * SPEC.word_bytes  # of K or V of one layer
-        self.tokens_nbytes = SPEC.layers * 2 * TOKENS * self.token_bytes
+        self.tokens_nbytes = SPEC.layers * 2 * TOKENS * self.heads * SPEC.head_dim * SPEC.word_bytes
 
     def ids(self, pages: range) -> np.ndarray:
         """Pages of the pool, filled up to a chunk's most."""
@@ -92,8 +90,7 @@ class Source(Rank):
         self.addresses = [slot.unsafe_buffer_pointer() for slot in self.slots]
         for index, address in enumerate(self.addresses):
             self.backend.register(FIRST_SLOT + index, address, self.slot_bytes)
-        self.tokens = np.ones(self.tokens_nbytes, np.uint8)
-        self.backend.register(TOKENS_OUT, self.tokens.ctypes.data, self.tokens.nbytes)
+        self.tokens = TokenSource(self.tokens_nbytes)
         self._gather(0, chunks()[0].pages, range(chunks()[0].pages), 0)
 
     def send(self, route: Route) -> None:
@@ -108,21 +105,22 @@ class Source(Rank):
         self._wait(sum(piece.source == self.rank for piece in whole.pieces) * len(chunks()))
 
     def send_tokens(self, route: Route) -> None:
-        """Write every token's heads by themselves, as fast as UCX takes them, then one notice a destination."""
+        """Write every token's heads by themselves, then one notice a destination."""
         head_bytes = SPEC.head_dim * SPEC.word_bytes
         for piece in route.plan().pieces:
             if piece.source != self.rank:
                 continue
-            peer = f"{route.destination_tp}.{piece.destination}"
             theirs = Layout(tp=route.destination_tp).places(SPEC, 0)[piece.destination]
-            here = (piece.heads.start - self.place.heads.start) * head_bytes
-            there = (piece.heads.start - theirs.heads.start) * head_bytes
-            strides = self.token_bytes, theirs.heads.count * head_bytes
-            nbytes = piece.heads.count * head_bytes
-            for layer in range(SPEC.layers):
-                self.backend._commands.call(partial(self._put_layer, peer, layer, here, there, nbytes, strides))
-            self.backend.write(self._note(route, "tokens", peer))
-        self._wait(sum(piece.source == self.rank for piece in route.plan().pieces))
+            slices = Slices(
+                rows=SPEC.layers * 2 * TOKENS,
+                nbytes=piece.heads.count * head_bytes,
+                source_offset=(piece.heads.start - self.place.heads.start) * head_bytes,
+                source_stride=self.place.heads.count * head_bytes,
+                target_offset=(piece.heads.start - theirs.heads.start) * head_bytes,
+                target_stride=theirs.heads.count * head_bytes,
+            )
+            notice = {"mode": "tokens", "route": [route.source_tp, route.destination_tp], "chunk": 0}
+            self.tokens.send(f"{route.destination_tp}.{piece.destination}", slices, json.dumps(notice).encode())
 
     def _gather(self, index: int, count: int, pages: range, offset: int) -> None:
         slot = gather_pages(self.pool, self.ids(pages), count, self.slots[index], first_run=offset // RUN_BYTES)
@@ -149,32 +147,6 @@ class Source(Rank):
             )
         )
 
-    def _note(self, route: Route, mode: str, peer: str) -> Write:
-        notice = json.dumps({"mode": mode, "route": [route.source_tp, route.destination_tp], "chunk": 0}).encode()
-        # A notice goes by its own way; the flush of a byte's write puts it behind all that was put before.
-        return Write(0, peer, TOKENS_OUT, 0, TOKENS_IN, 0, 1, notice, time.monotonic() + PATIENCE)
-
-    def _put_layer(self, peer: str, layer: int, here: int, there: int, nbytes: int, strides: tuple[int, int]) -> None:
-        """On the UCX thread, which owns the worker: K and V of one layer, a put or a copy for each token."""
-        worker, target = self.backend._worker, self.backend._paths._peers[peer]
-        source, memory = self.backend._memory[TOKENS_OUT], target.targets[TOKENS_IN]
-        open_puts: list[int] = []
-        for row in range(layer * 2 * TOKENS, (layer + 1) * 2 * TOKENS):
-            offset, remote = row * strides[0] + here, row * strides[1] + there
-            if memory.mapped is not None:
-                ctypes.memmove(memory.mapped + remote, source.address + offset, nbytes)
-                continue
-            request = worker.put(target.endpoint, source, offset, nbytes, memory.base + remote, memory.rkey)
-            if request:
-                open_puts.append(request)
-            while len(open_puts) >= _PUTS_OPEN:
-                worker.progress()
-                open_puts = [each for each in open_puts if worker.outcome(each) is None]
-        until = time.monotonic() + PATIENCE
-        while open_puts and time.monotonic() < until:
-            worker.progress()
-            open_puts = [each for each in open_puts if worker.outcome(each) is None]
-
     def _wait(self, writes: int) -> None:
         for _ in range(writes):
             event = self.events.get(timeout=PATIENCE)
@@ -193,7 +165,7 @@ class Destination(Rank):
         self.slots = [jax.device_put(each) for each in words]
         if any(slot.unsafe_buffer_pointer() != each.ctypes.data for slot, each in zip(self.slots, words)):
             raise RuntimeError("the ring cannot be read in place")
-        self.backend.allocate(TOKENS_IN, self.tokens_nbytes)
+        self.tokens = TokenTarget(self.tokens_nbytes, lambda payload: self.events.put(Notice(payload)))
         self._scatter(0, chunks()[0].pages, range(chunks()[0].pages), 0)
         self.landed: dict[tuple[str, tuple[int, int], int], int] = {}
 
@@ -230,8 +202,8 @@ class Destination(Rank):
 
 
 def say(**line: Any) -> None:
-    """One JSON line."""
-    print(json.dumps(line), flush=True)
+    """One JSON line, with the processor time that this process has used in all."""
+    print(json.dumps({"cpu": time.process_time()} | line), flush=True)
 
 
 def main() -> None:
@@ -244,7 +216,8 @@ def main() -> None:
     options = parser.parse_args()
     native.load(cache_root() / "native")
     made = (Source if options.side == "source" else Destination)(options.tp, options.rank, options.path)
-    say(description=made.backend.describe().hex())
+    described = {"description": made.backend.describe().hex()}
+    say(**described, **({"tokens": made.tokens.description} if isinstance(made, Destination) else {}))
     commands: queue.Queue[Any] = made.events if isinstance(made, Destination) else queue.Queue()
 
     def read() -> None:
@@ -261,8 +234,9 @@ def main() -> None:
             continue
         match command, made:
             case {"op": "connect", "peers": peers}, Source():
-                for name, described in peers.items():
-                    made.backend.connect(name, bytes.fromhex(described))
+                for name, peer in peers.items():
+                    made.backend.connect(name, bytes.fromhex(peer["description"]))
+                    made.tokens.connect(name, peer["tokens"], mapped=options.path == "mapped")
                 say(event="connected", path=made.backend.path(next(iter(peers))))
             case {"op": "send", "mode": mode, "route": route}, Source():
                 (made.send if mode == "staging" else made.send_tokens)(Route(*route))

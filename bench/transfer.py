@@ -2,8 +2,9 @@
 
 Rows are pdjax on its backends (gather, write, scatter: pages to pages), NIXL and Mooncake as their own examples use
 them (a descriptor a page; for some of the heads, a slice a token), one memcpy a page, and a sender that copies pages
-straight into a pool in shared memory. Each is verified. Milliseconds are from the sender's call until the receiver has
-it, the median of the better half of the rounds; processor time is of both sides. The table has goals in brackets.
+straight into a pool in shared memory. Each is verified. Rows that are compared take turns, round by round; who has no
+turn is stopped. Milliseconds are from the sender's call until the receiver has it, the median of the better half of the
+rounds; processor time is of both sides. A row whose rounds are long gets fewer. The table has goals in brackets.
 
     python -m bench.transfer [--json] [--rounds 6] [--only NAME ...]
 """
@@ -11,13 +12,18 @@ it, the median of the better half of the rounds; processor time is of both sides
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
+import queue
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +32,17 @@ from bench.transfer_work import WORKS
 from pdjax.net.mpi import environment
 
 _WARM_UPS = 2
-_PATIENCE = 120.0
+_PATIENCE = 120.0  # seconds for one answer
+_LONG = 15.0  # seconds of rounds, after which a row gets no more of them
 
 
 @dataclass(frozen=True)
 class Row:
-    """A contender over a medium: the class of its sides, their options, and the environment it needs."""
+    """A contender over a medium: the class of its sides, their options, and the environment it needs. Rows of a group
+    are compared with each other."""
 
     name: str
+    group: str
     side: str
     options: tuple[str, ...] = ()
     variables: tuple[tuple[str, str], ...] = ()
@@ -43,20 +52,20 @@ class Row:
 
 _TCP, _ONE_RAIL = ("UCX_TLS", "tcp"), ("UCX_MAX_RMA_RAILS", "1")
 ROWS = [
-    Row("memcpy", "Memcpy"),
-    Row("shared pool", "SharedPool"),
-    Row("nixl default cma", "Nixl", (), (), "nixl_cu12"),
-    Row("nixl tuned cma", "Nixl", ("tuned",), (_ONE_RAIL,), "nixl_cu12"),
-    Row("nixl default tcp", "Nixl", (), (_TCP,), "nixl_cu12"),
-    Row("nixl tuned tcp", "Nixl", ("tuned",), (_TCP, _ONE_RAIL), "nixl_cu12"),
-    Row("mooncake tcp", "Mooncake", (), (), "mooncake"),
-    Row("pdjax ucx mapped", "pdjax", ("ucx", "mapped")),
-    Row("pdjax ucx tcp", "pdjax", ("ucx",)),
-    Row("pdjax nixl cma", "pdjax", ("nixl",), (), "nixl_cu12"),
-    Row("pdjax nixl tcp", "pdjax", ("nixl",), (_TCP,), "nixl_cu12"),
-    Row("pdjax mooncake tcp", "pdjax", ("mooncake",), (), "mooncake"),
-    Row("pdjax ucx mapped busy", "pdjax", ("ucx", "mapped", "busy"), works=("page64",)),
-    Row("pdjax ucx tcp busy", "pdjax", ("ucx", "busy"), works=("page64",)),
+    Row("memcpy", "memory", "Memcpy"),
+    Row("shared pool", "memory", "SharedPool"),
+    Row("nixl default cma", "memory", "Nixl", (), (), "nixl_cu12"),
+    Row("nixl tuned cma", "memory", "Nixl", ("tuned",), (_ONE_RAIL,), "nixl_cu12"),
+    Row("nixl default tcp", "network", "Nixl", (), (_TCP,), "nixl_cu12"),
+    Row("nixl tuned tcp", "network", "Nixl", ("tuned",), (_TCP, _ONE_RAIL), "nixl_cu12"),
+    Row("mooncake tcp", "network", "Mooncake", (), (), "mooncake"),
+    Row("pdjax ucx mapped", "memory", "pdjax", ("ucx", "mapped")),
+    Row("pdjax ucx tcp", "network", "pdjax", ("ucx",)),
+    Row("pdjax nixl cma", "others", "pdjax", ("nixl",), (), "nixl_cu12"),
+    Row("pdjax nixl tcp", "others", "pdjax", ("nixl",), (_TCP,), "nixl_cu12"),
+    Row("pdjax mooncake tcp", "others", "pdjax", ("mooncake",), (), "mooncake"),
+    Row("pdjax ucx mapped busy", "memory", "pdjax", ("ucx", "mapped", "busy"), works=("page64",)),
+    Row("pdjax ucx tcp busy", "network", "pdjax", ("ucx", "busy"), works=("page64",)),
 ]
 
 # Ratios: the work, the row whose speed is above the line, and the one below it.
@@ -97,11 +106,21 @@ class Side:
         command = [sys.executable, "-m", "bench.transfer_side", row.side, work, role, *row.options, f"slot={slot_mib}"]
         if row.side == "pdjax":
             command = [str(Path(sys.executable).with_name("mpiexec")), "-n", "1", *command]
+        self.pid = 0
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._words, text=True, env=env,
             start_new_session=True,
         )  # fmt: skip
+        self._lines: queue.Queue[str] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                self._lines.put(line)
+        self._lines.put("")
 
     def tell(self, op: str, **arguments: Any) -> None:
         assert self._process.stdin is not None
@@ -109,11 +128,13 @@ class Side:
         self._process.stdin.flush()
 
     def answer(self) -> dict[str, Any]:
-        """The next answer. Raises `RuntimeError` with the last words of a process that has ended."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
+        """The next answer. Raises `RuntimeError`: a process has ended, with its last words, or does not answer."""
+        try:
+            line = self._lines.get(timeout=_PATIENCE)
+        except queue.Empty:
+            raise RuntimeError(f"no answer within {_PATIENCE:.0f} s") from None
+        if line:
+            return json.loads(line)
         self._words.seek(0)
         raise RuntimeError(self._words.read().decode(errors="replace").strip()[-500:] or "it ended without a word")
 
@@ -121,61 +142,122 @@ class Side:
         self.tell(op, **arguments)
         return self.answer()
 
+    def signal(self, number: signal.Signals) -> None:
+        """To the process itself, not to what started it."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
     def end(self) -> None:
+        self.signal(signal.SIGKILL)
         self._process.kill()
-        self._process.communicate(timeout=_PATIENCE)
+        self._process.wait(_PATIENCE)
         self._words.close()
 
 
-def measure(row: Row, work: str, rounds: int, slot_mib: int) -> Result:
-    """Run one cell, in fresh processes."""
-    if row.needs is not None and importlib.util.find_spec(row.needs) is None:
-        return Result(row.name, work, None, None, None, problem=f"{row.needs} is not installed")
-    sides = [Side(row, work, role, slot_mib) for role in ("target", "source")]
-    target, source = sides
-    try:
-        for side in sides:
-            side.answer()
-        told = {"source": target.ask("describe"), "target": source.ask("describe")}
-        target.tell("connect", peer=told["target"])
-        facts = source.ask("connect", peer=told["source"])
-        target.answer()
-        took = [_round(source, target, row) for _ in range(_WARM_UPS + rounds)][_WARM_UPS:]
-        here, there = (
-            source.ask("digest", of="source"),
-            (source if row.side == "Memcpy" else target).ask("digest", of="target"),
-        )
-        if here != there:
-            return Result(row.name, work, None, None, None, problem="the bytes that arrived are not those sent")
-    except (RuntimeError, BrokenPipeError) as error:
-        return Result(row.name, work, None, None, None, problem=str(error))
-    finally:
-        for side in sides:
+class Cell:
+    """Both sides of a row, in fresh processes. A failure is noted as `problem`, and then nothing more is done."""
+
+    def __init__(self, row: Row, work: str, slot_mib: int) -> None:
+        self.row, self.work = row, work
+        self.problem: str | None = None
+        self._sides: list[Side] = []
+        self._facts: dict[str, Any] = {}
+        self._took: list[tuple[float, float, float]] = []  # ms, and processor ms of sender and receiver
+        if row.needs is not None and importlib.util.find_spec(row.needs) is None:
+            self.problem = f"{row.needs} is not installed"
+            return
+        with self._noted():
+            self._sides = [Side(row, work, role, slot_mib) for role in ("target", "source")]
+            target, source = self._sides
+            for side in self._sides:
+                side.pid = side.answer()["pid"]
+            told = {"source": target.ask("describe"), "target": source.ask("describe")}
+            target.tell("connect", peer=told["target"])
+            self._facts = source.ask("connect", peer=told["source"])
+            target.answer()
+            for _ in range(_WARM_UPS):
+                self._round()
+            self._signal(signal.SIGSTOP)
+
+    def turn(self) -> None:
+        """One timed round."""
+        if self.problem is not None or sum(ms for ms, _, _ in self._took) > 1e3 * _LONG:
+            return
+        with self._noted():
+            self._signal(signal.SIGCONT)
+            self._took.append(self._round())
+            self._signal(signal.SIGSTOP)
+
+    def result(self) -> Result:
+        """What was measured, if the bytes that arrived are those sent."""
+        with self._noted():
+            if self.problem is not None:
+                raise RuntimeError(self.problem)
+            self._signal(signal.SIGCONT)
+            target, source = self._sides
+            arrived = (source if self.row.side == "Memcpy" else target).ask("digest", of="target")
+            if arrived != source.ask("digest", of="source"):
+                raise RuntimeError("the bytes that arrived are not those sent")
+        if self.problem is not None:
+            return Result(self.row.name, self.work, None, None, None, problem=self.problem)
+        better = sorted(self._took)[: max(len(self._took) // 2, 1)]
+        ms, sender, receiver = (statistics.median(column) for column in zip(*better))
+        first = self._facts["first_transfer_s"]
+        return Result(
+            self.row.name, self.work, round(ms, 2), round(WORKS[self.work].nbytes / ms / 1e6, 3),
+            (round(sender, 1), round(receiver, 1)), round(better[0][0], 2), first and round(first, 3),
+            self._facts["path"],
+        )  # fmt: skip
+
+    def end(self) -> None:
+        """Kill both processes."""
+        for side in self._sides:
             side.end()
-    better = sorted(took)[: max(len(took) // 2, 1)]
-    ms, sender, receiver = (statistics.median(column) for column in zip(*better))
-    return Result(
-        row.name, work, round(ms, 2), round(WORKS[work].nbytes / ms / 1e6, 2), (round(sender, 1), round(receiver, 1)),
-        round(better[0][0], 2), facts["first_transfer_s"] and round(facts["first_transfer_s"], 3), facts["path"],
-    )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, BrokenPipeError) as error:
+            self.problem = str(error)
+
+    def _signal(self, number: signal.Signals) -> None:
+        for side in self._sides:
+            side.signal(number)
+
+    def _round(self) -> tuple[float, float, float]:
+        target, source = self._sides
+        target.tell("run")
+        target.answer()
+        sent = source.ask("run")
+        received = target.answer()
+        ended = sent["ended"] if self.row.side == "Memcpy" else received["ended"]
+        return 1e3 * (ended - sent["began"]), sent["cpu_ms"], received["cpu_ms"]
 
 
-def _round(source: Side, target: Side, row: Row) -> tuple[float, float, float]:
-    target.tell("run")
-    target.answer()
-    sent = source.ask("run")
-    received = target.answer()
-    ended = sent["ended"] if row.side == "Memcpy" else received["ended"]
-    return 1e3 * (ended - sent["began"]), sent["cpu_ms"], received["cpu_ms"]
+def measure(rows: list[Row], work: str, rounds: int, slot_mib: int) -> list[Result]:
+    """Rows of a group, in turns."""
+    cells: list[Cell] = []
+    try:
+        for row in rows:
+            cells.append(Cell(row, work, slot_mib))  # noqa: PERF401 - those made before one that raises are ended
+        for _ in range(rounds):
+            for cell in cells:
+                cell.turn()
+        return [cell.result() for cell in cells]
+    finally:
+        for cell in cells:
+            cell.end()
 
 
 def ratios(results: list[Result]) -> dict[str, float | None]:
     """Speeds over speeds; None where one of the two is missing."""
-    speeds = {(result.work, result.row): result.gbps for result in results}
+    times = {(result.work, result.row): result.ms for result in results}
     found: dict[str, float | None] = {}
     for name, (work, above, below, _) in RATIOS.items():
-        upper, lower = speeds.get((work, above)), speeds.get((work, below))
-        found[name] = round(upper / lower, 2) if upper and lower else None
+        upper, lower = times.get((work, above)), times.get((work, below))
+        found[name] = round(lower / upper, 2) if upper and lower else None
     return found
 
 
@@ -209,12 +291,15 @@ def main() -> None:
     parser.add_argument("--work", nargs="+", choices=list(WORKS), default=list(WORKS), help="what is moved")
     args = parser.parse_args()
     load = os.getloadavg()[0]
-    results = [
-        measure(row, work, args.rounds, args.slot_mib)
-        for work in args.work
-        for row in ROWS
-        if work in row.works and (not args.only or any(_means(name, row.name) for name in args.only))
-    ]
+    results = []
+    for work in args.work:
+        rows = [
+            row
+            for row in ROWS
+            if work in row.works and (not args.only or any(_means(name, row.name) for name in args.only))
+        ]
+        for group in dict.fromkeys(row.group for row in ROWS):
+            results += measure([row for row in rows if row.group == group], work, args.rounds, args.slot_mib)
     if args.json:
         print(json.dumps({"load": load, "rows": [asdict(result) for result in results], "ratios": ratios(results)}))
         return

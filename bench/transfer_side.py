@@ -17,7 +17,7 @@ def main(row: str, work: str, role: str, options: list[str]) -> None:
     """Be one side of a row until the input ends."""
     sys.setswitchinterval(1e-4)  # as instances have it
     side = _make(row, work, role, options)
-    say(ready=True)
+    say(ready=True, pid=os.getpid())
     for line in sys.stdin:
         command = json.loads(line)
         match command["op"]:

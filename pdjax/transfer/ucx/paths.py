@@ -152,6 +152,8 @@ class Paths:
                 peer.open.remove(item)
                 self._on_event(WriteDone(item.write.id))
             moved |= done or before != (item.started, item.notified)
+            if item.started < item.write.nbytes:
+                break  # one after the other: the first chunk is then unpacked while the second is on its way
         return moved
 
     def _lose(self, peer: Peer, cause: str) -> None:
