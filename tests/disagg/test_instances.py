@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from pdjax.disagg.protocol import messages
@@ -11,8 +12,11 @@ from pdjax.disagg.protocol.asks import DecodeAsk, PrefillAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.path_tests import ATTEMPTS, IDLE
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
+from pdjax.disagg.protocol.quarantine import FIRST_LOOK
 from pdjax.disagg.protocol.tombstones import MOST, Tombstones
+from pdjax.disagg.protocol.topology import Rank
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings, registration
+from pdjax.transfer.layout import Layout
 
 LINK = "host:7"
 HELLO = {life: messages.encode(registration("prefill", life, Settings(), messages.EARLY)) for life in (1, 2)}
@@ -92,10 +96,10 @@ def come(host: Host, instance: DecodeInstance, now: float) -> None:
     instance.test_came(asked.number, now)
 
 
-def granted(host: Host, instance: DecodeInstance, now: float = 0.0) -> None:
+def granted(host: Host, instance: DecodeInstance, now: float = 0.0, hello: bytes = HELLO[1]) -> None:
     """A claimed room with one slot that the prefill side may write to."""
     ask(instance, now)
-    linked(host, instance, now)
+    linked(host, instance, now, hello)
     instance.frame(LINK, messages.encode(messages.SlotRequest(3, 99, 0)), now)
     assert isinstance(host.sent[-1], messages.SlotGrant) and host.slots == [0]
 
@@ -162,6 +166,20 @@ def test_a_dead_peer_needs_no_quarantine() -> None:
     granted(host, instance)
     instance.link_down(LINK, "the peer has died", 1.0, gone=True)
     instance.drained(host.drains[0], 1.0)
+    assert sorted(host.slots) == [0, 1]
+
+
+def test_a_dead_leader_is_no_proof_that_its_workers_write_no_more() -> None:
+    host = Host()
+    instance = decode(host)
+    ranks = [Rank(b"leader"), Rank(b"worker", cp=1)]
+    peer = msgspec.structs.replace(messages.decode_registration(HELLO[1]), layout=Layout(cp=2), ranks=ranks)
+    granted(host, instance, hello=messages.encode(peer))
+    instance.link_down(LINK, "the peer has died", 1.0, gone=True)
+    assert "died" in host.failed["r"] and not host.drains
+    instance.tick(1.0 + FIRST_LOOK)
+    instance.link_failed(LINK, "connection refused", 1.0 + FIRST_LOOK, gone=True)
+    instance.drained(host.drains[0], 1.0 + FIRST_LOOK)
     assert sorted(host.slots) == [0, 1]
 
 

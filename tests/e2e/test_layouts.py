@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ import jax
 import pytest
 from halves import Room, open_room
 from models.dense_attention import DenseModel
-from processes import Part, get, instance
+from processes import Part, get, instance, post
+from tiny_pair import until
 
 from pdjax.layers.sharding import tensor_mesh
 from pdjax.models.checkpoint import load_model
@@ -109,6 +111,29 @@ def is_right(fleet: Fleet, room: Room) -> bool:
     return room.prefill.status == 200 and room.decode.output_ids == fleet.dense.greedy(room.prompt, room.tokens)
 
 
+def hold(fleet: Fleet, prefill: str, decode: str, tokens: int = 12, seconds: float = 10.0) -> Room:
+    """A room some of whose bytes are on their way, and are held there for so long."""
+    before = fleet.prefill[prefill].log.read_text(errors="replace").count("is held")
+    fleet.order.write_text(str(seconds))
+    room = fleet.room(prefill, decode, tokens=tokens)
+    until(
+        lambda: fleet.prefill[prefill].log.read_text(errors="replace").count("is held") >= before + 2,
+        fleet.prefill[prefill],
+    )
+    fleet.order.write_text("")
+    return room
+
+
+def kill_worker(part: Part) -> None:
+    """SIGKILL to the process of rank 1."""
+    for process in part.processes():
+        command = process.cmdline()
+        if command[:1] == [sys.executable] and "pdjax.launch" in command and process.environ().get("PMI_RANK") == "1":
+            process.kill()
+            return
+    raise AssertionError(f"{part.name} has no worker")
+
+
 def at_rest(part: Part) -> dict[str, float]:
     """Every page and slot is home."""
     deadline = time.monotonic() + 20.0
@@ -141,3 +166,40 @@ def test_a_piece_that_one_process_has_damaged_is_sent_again(fleet: Fleet) -> Non
     assert is_right(fleet, fleet.room("tp4", "tp4"))
     assert at_rest(fleet.decode["tp4"])["pdjax_damaged_chunks_total"] == 1
     at_rest(fleet.prefill["tp4"])
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_a_room_that_is_aborted_while_all_ranks_write_gives_its_slots_back_when_the_last_has_ended(
+    fleet: Fleet, side: str
+) -> None:
+    room = hold(fleet, "tp4", "tp4")
+    status, _ = post(f"{getattr(fleet, side)['tp4'].url}/abort_request", {"abort_all": True})
+    assert status == 200
+    wait_ended(room, 3.0)
+    until(lambda: fleet.decode["tp4"].metrics()["pdjax_staging_slots_free"] < SLOTS, fleet.decode["tp4"], 6.0)
+    for part in (fleet.prefill["tp4"], fleet.decode["tp4"]):
+        at_rest(part)
+    assert is_right(fleet, fleet.room("tp4", "tp4"))
+
+
+def test_a_killed_worker_of_a_decode_instance_fails_its_rooms_and_no_others(fleet: Fleet) -> None:
+    other = fleet.room("tp2", "tp1", tokens=20)
+    room = hold(fleet, "tp2", "tp4")
+    kill_worker(fleet.decode["tp4"])
+    killed = time.monotonic()
+    wait_ended(room, 8.0)
+    assert room.prefill is not None and room.prefill.told and "decode instance" in room.prefill.error, room
+    assert fleet.decode["tp4"]._process.wait(8.0 - (time.monotonic() - killed)) != 0
+    assert is_right(fleet, other) and is_right(fleet, fleet.room("tp2", "tp1"))
+    at_rest(fleet.prefill["tp2"])
+
+
+def test_a_killed_worker_of_a_prefill_instance_fails_its_rooms_and_no_others(fleet: Fleet) -> None:
+    room = hold(fleet, "tp4", "tp2")
+    kill_worker(fleet.prefill["tp4"])
+    killed = time.monotonic()
+    wait_ended(room, 8.0)
+    assert room.decode is not None and room.decode.told and "prefill instance" in room.decode.error, room
+    assert fleet.prefill["tp4"]._process.wait(8.0 - (time.monotonic() - killed)) != 0
+    assert is_right(fleet, fleet.room("tp1", "tp2"))
+    at_rest(fleet.decode["tp2"])

@@ -325,6 +325,8 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         for job in entry.awaiting.values():
             self._feed(job.room, decode_room.Cancel(status, reason), now)
         rooms = dict(entry.rooms)
+        # Workers outlive their leader by a moment, in which they may still write.
+        gone = gone and (entry.registration is None or entry.registration.processes == 1)
         for room in rooms.values():
             self._feed(room, decode_room.LinkLost(reason, gone), now)
         if not gone and entry.registration is not None:
