@@ -151,7 +151,8 @@ class Fleet:
         try:
             async with asyncio.timeout(PROBE_SECONDS):
                 status, body = await self._get(f"{instance.url}/health")
-                instance.silent_probes = 0
+                # 504: its frontend lives, and its engine does not answer.
+                instance.silent_probes = instance.silent_probes + 1 if status == 504 else 0
                 if status != 200:
                     return f"its /health answers {status}: {message_of(body)}"
                 if instance.problem is not None:

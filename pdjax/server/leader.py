@@ -179,7 +179,7 @@ class Leader:
         """Counters and gauges of the scheduler, at most half a second old.
 
         Raises:
-            HttpError: 503, it is not ready, has ended, or does not answer within `STATS_SECONDS`.
+            HttpError: 503, it is not ready or has ended; 504, it does not answer within `STATS_SECONDS`.
         """
         self.check()
         if self._stats is not None and time.monotonic() - self._stats[0] < STATS_REUSE_SECONDS:
@@ -192,10 +192,10 @@ class Leader:
             async with asyncio.timeout(STATS_SECONDS):
                 return await asyncio.shield(self._query)
         except TimeoutError as error:
-            raise HttpError(503, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
+            raise HttpError(504, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
 
     async def check_health(self) -> None:
-        """Raise `HttpError` 503 if the scheduler does not answer, or says that it cannot serve."""
+        """Raise `HttpError` if the scheduler does not answer (504), or says that it cannot serve (503)."""
         await self.stats()
         if self._unfit is not None:
             raise HttpError(503, self._unfit)
@@ -204,7 +204,7 @@ class Leader:
         """Have the engine drop its prefix cache.
 
         Raises:
-            HttpError: 503, it is not ready, has ended, or does not answer within `STATS_SECONDS`.
+            HttpError: 503, it is not ready or has ended; 504, it does not answer within `STATS_SECONDS`.
         """
         return await self._ask(wire.Flush)
 
@@ -226,7 +226,7 @@ class Leader:
             async with asyncio.timeout(STATS_SECONDS):
                 return await answer
         except TimeoutError as error:
-            raise HttpError(503, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
+            raise HttpError(504, f"the engine's scheduler has not answered for {STATS_SECONDS:g} s") from error
         finally:
             del self._asked[number]
 

@@ -192,7 +192,7 @@ def test_what_a_prefill_instance_has_in_every_state_is_computed_by_the_other(
         first = [ask(front, *LONG, stream=index < 2, rid=f"long-{index}") for index in range(2)]
         until(lambda: decode.metrics()["pdjax_running_requests"] == 2, decode)
         held = fleet.held(victim)
-        fleet.hold(victim, 60.0)
+        fleet.hold(victim, 20.0)  # longer than it takes to find out that an instance hangs
         asked = [prompt(tokens) for tokens in PROMPTS]
         halves = [
             ask(front, input_ids, 8, stream=index in (0, 1, 4), rid=f"r{index}")

@@ -114,14 +114,19 @@ def test_an_instance_that_is_not_well_is_not_used_until_it_is(stack, how):
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_whoever_waits_for_an_instance_that_hangs_is_told(stack, role):
+@pytest.mark.parametrize("whole", [True, False])
+def test_whoever_waits_for_an_instance_that_hangs_is_told(stack, role, whole):
+    """The whole of it, or only its engine, as its frontend says."""
     prefill, decode = start(stack, "prefill"), start(stack, "decode")
     router = route(stack, [prefill.url], [decode.url])
     router.wait_until_ready()
     stuck = {"prefill": prefill, "decode": decode}[role]
 
     async def never(request, body):
-        stuck.hangs = True
+        if whole:
+            stuck.hangs = True
+        else:
+            stuck.health_status = 504
         await asyncio.sleep(PATIENCE * 2)
         return await answer_ok(request, body)
 
