@@ -50,12 +50,20 @@ class Instance:
     devices_per_process: int = _option(0, "emulated CPU devices a process; 0: what the platform has")
     tp: int = _option(0, "tensor parallel size: key-value heads, MLP and vocabulary are cut this often; 0: 1, or "
                          "with several processes all their devices")  # fmt: skip
+    dp: int = _option(1, "groups of tp devices that each have pages and requests of their own (DP-attention); MLP and "
+                         "vocabulary are cut over all of them")  # fmt: skip
     platform: str = _option("cpu", "cpu, cuda, or empty for what jax finds first")
 
     def __post_init__(self) -> None:
         _require(self.processes >= 1, "processes must be at least 1")
         for name in ("devices_per_process", "tp"):
             _require(getattr(self, name) >= 0, f"{name} must be 0 or more")
+        _require(self.dp >= 1, "dp must be at least 1")
+
+    @property
+    def groups(self) -> int:
+        """Into how many groups of tp devices the instance's devices are cut."""
+        return self.dp
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,8 @@ class Cache:
 
     page_size: int = _option(16, "tokens a page; a power of two")
     pages: int = _option(
-        0, "pages of the pool; 0: enough for max_running_requests contexts of a quarter of max_context"
+        0,
+        "pages of each dp rank's pool; 0: enough for max_running_requests contexts of a quarter of max_context",
     )
     prefix: bool = _option(
         True, "keep the pages of ended requests for those that begin with the same text, until they are needed"

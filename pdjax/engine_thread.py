@@ -17,6 +17,7 @@ from pdjax.engine.unified import Unified
 from pdjax.kernels import native
 from pdjax.launch.cache_folder import cache_root
 from pdjax.launch.core import keep_compiled_programs, load_core, make_engine
+from pdjax.launch.devices import emulated_devices
 from pdjax.wire import Abort, Failed, Generate, ToFrontend, Tokens
 
 START_SECONDS = 1800.0  # to load a model and compile its steps
@@ -117,7 +118,7 @@ def _prepare_jax(config: Config) -> None:
     keep_compiled_programs()
     if config.instance.platform:
         jax.config.update("jax_platforms", config.instance.platform)
-    devices = max(config.instance.devices_per_process, config.instance.tp)
-    if devices > 1 and config.instance.platform == "cpu":
+    devices = emulated_devices(config.instance, processes=1)
+    if devices and config.instance.platform == "cpu":
         with contextlib.suppress(RuntimeError):  # too late; whether there are enough is seen when the mesh is made
             jax.config.update("jax_num_cpu_devices", devices)

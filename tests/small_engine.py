@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import AxisType
 
-from pdjax.cache.allocator import PageAllocator
 from pdjax.cache.spec import StateSpec
 from pdjax.engine.buckets import Buckets, make_buckets
 from pdjax.engine.engine import Engine, Limits
@@ -18,6 +16,7 @@ from pdjax.engine.plan import DecodeStep, StepPlan
 from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
 from pdjax.engine.unified import Unified
+from pdjax.layers.sharding import instance_mesh
 from pdjax.models.checkpoint import LoadedModel, load_model
 from pdjax.models.random import tiny_config, write_random_model
 from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, SamplingParams, ToFrontend, Tokens
@@ -30,12 +29,24 @@ EOS = 257
 class TinyModel:
     """The model, and the runner that its engines share, with whatever an earlier one left in its pages.
 
-    The pool has more pages than most engines are told of, so that all of them use the same compiled steps.
+    The pool has more pages than most engines are told of, so that all of them use the same compiled steps. `axes` are
+    those of `instance_mesh`; the model is written if it is not there.
     """
 
-    def __init__(self, folder: Path, *, max_context: int = 256, rows: int = 8, prefill_tokens: int = 16) -> None:
-        write_random_model(folder / "tiny", tiny_config(), seed=1)
-        self.mesh = jax.make_mesh((1,), ("tp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_context: int = 256,
+        rows: int = 8,
+        prefill_tokens: int = 16,
+        devices: int = 1,
+        **axes: int,
+    ) -> None:
+        self.folder = folder
+        if not (folder / "tiny").exists():
+            write_random_model(folder / "tiny", tiny_config(), seed=1)
+        self.mesh = instance_mesh(jax.devices()[:devices], 4, **axes)
         self.model: LoadedModel = load_model(folder / "tiny", dtype="float32", mesh=self.mesh)
         self.spec = StateSpec(name="kv", layers=2, heads=4, head_dim=16, page_size=PAGE, dtype="float32")
         self.rows, self.max_context, self.prefill_tokens = rows, max_context, prefill_tokens
@@ -46,7 +57,8 @@ class TinyModel:
             max_running_requests=rows,
             min_decode_rows=rows,
         )
-        self.buckets = Buckets(prefill_tokens=(prefill_tokens,), decode_rows=(rows,), width=buckets.width)
+        rows_of_rank = -(-rows // axes.get("dp", 1))
+        self.buckets = Buckets(prefill_tokens=(prefill_tokens,), decode_rows=(rows_of_rank,), width=buckets.width)
         self.runner = Runner(self.model, spec=self.spec, pages=POOL_PAGES, buckets=self.buckets, mesh=self.mesh)
 
 
@@ -63,7 +75,7 @@ class SmallEngine:
             inbox=self.inbox,
             runner=tiny.runner,
             scheduler=Scheduler(prefill_tokens=tiny.prefill_tokens, eos_token_ids=(EOS,)),
-            allocator=PageAllocator(pages),
+            pages=pages,
             limits=Limits(tiny.max_context, tiny.rows, queued),
             eos_token_ids=(EOS,),
             emit=self.emitted.append,

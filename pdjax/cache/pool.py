@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from pdjax.cache.spec import StateSpec
+from pdjax.layers.sharding import DATA_AXIS, POOL_AXES, spec_of
 
 
 def pool_shape(spec: StateSpec, pages: int) -> tuple[int, int, int, int, int, int]:
@@ -14,15 +15,11 @@ def pool_shape(spec: StateSpec, pages: int) -> tuple[int, int, int, int, int, in
     return (spec.layers, pages, spec.heads, 2, spec.page_size, spec.head_dim)
 
 
-def pool_sharding(mesh: Mesh) -> NamedSharding:
-    """Heads are cut over the mesh axis tp."""
-    return NamedSharding(mesh, PartitionSpec(None, None, "tp"))
-
-
 def create_pool(spec: StateSpec, pages: int, mesh: Mesh) -> jax.Array:
-    """A pool of zeros, in the state's word dtype, page 0 for padding."""
-    zeros = jax.jit(lambda: jnp.zeros(pool_shape(spec, pages), spec.word_dtype), out_shardings=pool_sharding(mesh))
-    return zeros()
+    """A pool of zeros, in the state's word dtype: `pages` for each dp rank, of which page 0 is for padding."""
+    shape = pool_shape(spec, pages * mesh.shape.get(DATA_AXIS, 1))
+    sharding = NamedSharding(mesh, spec_of(shape, POOL_AXES, mesh))
+    return jax.jit(lambda: jnp.zeros(shape, spec.word_dtype), out_shardings=sharding)()
 
 
 def pool_addresses(pool: jax.Array) -> tuple[int, ...]:

@@ -29,36 +29,37 @@ class Admission:
         self.retraction.resume(self._may_return)
 
     def reserve(self, request: Request, *, share: bool) -> int | None:
-        """Give a request the pages of its prompt and of its first steps, with `share` what is cached of it first.
+        """Give a request the pages of its prompt and of its first steps in its dp rank, with `share` what is cached of
+        it first.
 
         Returns how many pages, from the first on, hold the prompt already; or None: not now.
         """
-        engine = self._engine
-        if not engine.has_free_row() or any(out.priority >= request.priority for out in self.retraction.out):
+        engine, rank = self._engine, request.dp_rank
+        if any(out.priority >= request.priority for out in self.retraction.out if out.dp_rank == rank):
             return None
         engine.publish_prompts()
         # It begins with one output token, so these are what it needs before it can be put out.
         held = engine.spec.pages(min(request.prompt_tokens + 2, request.max_tokens))
         cached = request.prompt_tokens // engine.spec.page_size if share else 0
-        known = engine.prefix.known(request.input_ids, cached)
-        running, moving = self._inside()
+        known = engine.prefix.ranks[rank].known(request.input_ids, cached)
+        running, moving = self._inside(rank)
         moving.append(self._demand(request, held, known))
-        if not fits(engine.allocator.capacity, running=running, moving=moving):
+        if not fits(engine.prefix.rank_capacity, running=running, moving=moving):
             return None
-        return engine.give_pages(request, held, cached=cached)
+        return engine.give_pages(request, held, cached=cached, rank=rank)
 
     def _may_return(self, request: Request) -> bool:
-        engine, held = self._engine, self.retraction.pages_needed(request)
-        known = engine.prefix.known(request.computed_ids, request.next_position // engine.spec.page_size)
-        running, moving = self._inside()
+        engine, held, rank = self._engine, self.retraction.pages_needed(request), request.dp_rank
+        known = engine.prefix.ranks[rank].known(request.computed_ids, request.next_position // engine.spec.page_size)
+        running, moving = self._inside(rank)
         running.append(self._demand(request, held, known))
-        return fits(engine.allocator.capacity, running=running, moving=moving)
+        return fits(engine.prefix.rank_capacity, running=running, moving=moving)
 
-    def _inside(self) -> tuple[list[Demand], list[Demand]]:
-        """Of those that have pages: who decodes, and whose prompt is being moved here."""
+    def _inside(self, rank: int) -> tuple[list[Demand], list[Demand]]:
+        """Of those that have pages in a dp rank: who decodes, and whose prompt is being moved here."""
         running, moving = [], []
         for request in self._engine.requests.values():
-            if request.pages:
+            if request.pages and request.dp_rank == rank:
                 demands = running if request.rid in self._engine.scheduler.running else moving
                 shared = request.pages[: self._engine.prefix.shared(request.rid)]
                 demands.append(self._demand(request, len(request.pages), shared))

@@ -13,6 +13,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.protocol.topology import Topology, follow_bootstrap_room
 from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine
 from pdjax.engine.orders import RoleOrder, RoleReport
@@ -72,6 +73,7 @@ class Prefill:
         if request.alone:
             self._alone.push(request)
             return
+        request.dp_rank = follow_bootstrap_room(rendezvous.room, Topology(dp=self._engine.runner.dp))
         ask = PrefillAsk(
             rid=request.rid,
             room=rendezvous.room,
@@ -206,7 +208,7 @@ class Prefill:
 
     def _begin(self, request: Request) -> bool:
         engine = self._engine
-        if not engine.has_free_row() or not engine.begin_prompt(request):
+        if not engine.begin_prompt(request, rank=request.dp_rank):
             return False
         engine.scheduler.add_prefill(request)
         return True

@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pdjax.cache.allocator import PageAllocator
-from pdjax.cache.prefix import PrefixCache
+from pdjax.cache.ranks import RankedPages
 from pdjax.cache.spec import StateSpec
 from pdjax.engine.demand import OutputLengths
 from pdjax.engine.flight import Flight
@@ -44,7 +43,7 @@ class Engine:
     Args:
         inbox: wire messages from the frontend, events for the role, and `Stop`.
         runner: runs the steps and owns the pool.
-        allocator: the pool's pages.
+        pages: of the pool, for each dp rank.
         limits: admission bounds.
         eos_token_ids: tokens that end a request.
         emit: takes a message for the frontend; must not block.
@@ -61,7 +60,7 @@ class Engine:
         inbox: queue.SimpleQueue[object],
         runner: Runner,
         scheduler: Scheduler,
-        allocator: PageAllocator,
+        pages: int,
         limits: Limits,
         eos_token_ids: tuple[int, ...],
         emit: Callable[[ToFrontend], None],
@@ -73,8 +72,13 @@ class Engine:
     ) -> None:
         self.runner = runner
         self.scheduler = scheduler
-        self.allocator = allocator
-        self.prefix = PrefixCache(allocator, page_size=runner.spec.page_size, enabled=prefix_cache)
+        self.prefix = RankedPages(
+            runner.dp,
+            pages=pages,
+            rows=-(-limits.max_running_requests // runner.dp),
+            page_size=runner.spec.page_size,
+            enabled=prefix_cache,
+        )
         self.limits = limits
         self.emit = emit
         self.clock = clock
@@ -148,7 +152,7 @@ class Engine:
 
     def has_free_row(self) -> bool:
         """Whether one more request may be admitted."""
-        return self.allocator.owners < self.limits.max_running_requests
+        return self.prefix.has_free_row
 
     def start_decoding(self, request: Request, token: OutputToken) -> None:
         """Hand out a request's first token and go on with it."""
@@ -168,17 +172,17 @@ class Engine:
         self._forget(request)
         self.emit(tokens_frame(request, token, finish))
 
-    def begin_prompt(self, request: Request, *, spare: int = 0) -> bool:
+    def begin_prompt(self, request: Request, *, spare: int = 0, rank: int | None = None) -> bool:
         """Give a request the pages of its prompt, cached ones first. False: there are too few now.
 
-        The last prompt token is always computed: the first output token is picked from its logits. `spare` pages
-        remain available.
+        `rank` is the dp rank that it belongs to; None: the least loaded. The last prompt token is always computed: the
+        first output token is picked from its logits. `spare` pages remain available.
         """
         self.publish_prompts()
         page_size = self.spec.page_size
         pages = self.spec.pages(request.prompt_tokens)
         cached = (request.prompt_tokens - 1) // page_size if request.use_cache else 0
-        found = self.give_pages(request, pages, cached=cached, spare=spare)
+        found = self.give_pages(request, pages, cached=cached, spare=spare, rank=rank)
         if found is None:
             return False
         request.computed = request.cached_tokens = found * page_size
@@ -190,15 +194,17 @@ class Engine:
             if other.pages:
                 self.prefix.publish(other.rid, other.input_ids[: other.computed], other.pages)
 
-    def give_pages(self, request: Request, pages: int, *, cached: int, spare: int = 0) -> int | None:
+    def give_pages(
+        self, request: Request, pages: int, *, cached: int, spare: int = 0, rank: int | None = None
+    ) -> int | None:
         """Give a request its first pages, at most `cached` of them from the prefix cache; `spare` remain available.
 
         Returns how many are, and so hold its prompt's beginning already, or None: there are too few pages now.
         """
-        grant = self.prefix.begin(request.rid, request.input_ids, pages=pages, cached=cached, spare=spare)
+        grant = self.prefix.begin(request.rid, request.input_ids, pages=pages, cached=cached, spare=spare, rank=rank)
         if grant is None:
             return None
-        request.pages = grant.pages
+        request.dp_rank, request.pages = grant.rank, grant.pages
         self._counters["cached_tokens"] += grant.cached * self.spec.page_size
         self._counters["cache_hit_requests"] += grant.cached > 0
         return grant.cached
@@ -222,7 +228,7 @@ class Engine:
             "running_requests": len(self.scheduler.running),
             "prefilling_requests": len(self.scheduler.prefilling),
             "live_requests": len(self.requests),
-            "pages": self.allocator.capacity,
+            "pages": self.prefix.capacity,
             "free_pages": self.prefix.available,  # cached pages that nobody uses are free for the asking
             "cache_pages": self.prefix.pages,
             "cache_locked_pages": self.prefix.locked_pages,
@@ -234,9 +240,9 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise unless pages and addresses are as they must be."""
         self.prefix.check_integrity()
-        if not self.requests and self.prefix.available != self.allocator.capacity:
+        if not self.requests and self.prefix.available != self.prefix.capacity:
             raise AssertionError(
-                f"no request is live and {self.prefix.available} of {self.allocator.capacity} pages are available"
+                f"no request is live and {self.prefix.available} of {self.prefix.capacity} pages are available"
             )
         self.runner.check_integrity()
         self.role.check_integrity()
@@ -296,7 +302,7 @@ class Engine:
             limits=self.limits,
             live=self.requests,
             spec=self.spec,
-            pages=self.allocator.capacity,
+            pages=self.prefix.rank_capacity,
             vocab=self.runner.vocab,
             grammars=self._grammars is not None,
         )

@@ -36,7 +36,7 @@ def refusal(
 
     Args:
         live: the requests that an instance has, by id.
-        spec: the KV state's shape, of which the pool has `pages` pages.
+        spec: the KV state's shape, of which a request can have `pages` pages at most.
         vocab: how many logits the model has.
         grammars: whether grammars can be compiled.
     """

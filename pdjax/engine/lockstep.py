@@ -168,7 +168,7 @@ class Follower:
             case PrefillStep() | DecodeStep():
                 self._running.append(self._runner.dispatch(order))
             case SavePages():
-                self._host.keep(order.save, order.pages)
+                self._host.keep(order.save, order.pages, order.dp_rank)
             case RestorePages():
                 self._host.put_back(order.save, order.pages, first=order.first)
             case DropPages():

@@ -15,10 +15,11 @@ from pdjax.engine.plan import DecodeStep, PrefillStep
 
 
 class SavePages(msgspec.Struct, frozen=True, tag_field="type", tag="save"):
-    """Copy pages to host memory, each process its own part, under a number."""
+    """Copy pages of a dp rank to host memory, each process its own part, under a number."""
 
     save: int
     pages: list[int]
+    dp_rank: int = 0
 
 
 class RestorePages(msgspec.Struct, frozen=True, tag_field="type", tag="restore"):

@@ -23,7 +23,7 @@ class Row(msgspec.Struct, frozen=True):
     `slot` is its place in the tables that stay on the device. `history` comes with the first step in which a request
     that needs them uses its slot: before that step the slot's tables are written from it and from `sampling`. `mask`
     has a bit for each token that a grammar allows, as little-endian 32-bit words; empty for all. `top` is how many of
-    the best tokens are told.
+    the best tokens are told. `pages` are those of its `dp_rank`.
     """
 
     rid: str
@@ -35,6 +35,7 @@ class Row(msgspec.Struct, frozen=True):
     history: History | None = None
     mask: bytes = b""
     top: int = 0
+    dp_rank: int = 0
 
 
 class PrefillStep(msgspec.Struct, frozen=True, tag_field="type", tag="prefill"):

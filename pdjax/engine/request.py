@@ -34,6 +34,7 @@ class Request:
     deadline_s: float | None = None  # seconds from `arrived`
     sample_of: str = ""  # another request with the same prompt
     use_cache: bool = True  # whether pages of the prefix cache may stand for the prompt's
+    dp_rank: int = 0  # whose pages it has
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # prompt tokens whose keys and values are in the pages
     cached_tokens: int = 0  # of `computed`, those that the prefix cache had when the request was admitted

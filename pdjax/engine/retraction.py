@@ -54,26 +54,30 @@ class Retraction:
             if pages is not None:
                 request.pages = request.pages + pages
             elif not engine.settle():
-                self._retract(min([*running.values(), *engine.scheduler.prefilling], key=standing))
+                others = [*running.values(), *engine.scheduler.prefilling]
+                self._retract(min((other for other in others if other.dp_rank == request.dp_rank), key=standing))
 
     def resume(self, admits: Callable[[Request], bool]) -> None:
-        """Bring requests back, the strongest first, while there is room for them to go on and `admits` agrees.
-
-        One page for each request that decodes is kept back, so that none need leave at once.
+        """Bring requests back, the strongest of each dp rank first, while there is room for them to go on and `admits`
+        agrees. One page for each request that decodes in the rank is kept back, so that none need leave at once.
         """
         engine = self._engine
+        full: set[int] = set()
         for request in self.out:
-            if not engine.has_free_row() or not admits(request):
-                return
+            if request.dp_rank in full or not admits(request):
+                full.add(request.dp_rank)
+                continue
             grant = engine.prefix.begin(
                 request.rid,
                 request.computed_ids,
                 pages=self.pages_needed(request),
                 cached=request.next_position // engine.spec.page_size,
-                spare=len(engine.scheduler.running),
+                spare=engine.scheduler.running_in(request.dp_rank),
+                rank=request.dp_rank,
             )
             if grant is None:
-                return
+                full.add(request.dp_rank)
+                continue
             self._host.restore(self._out.pop(request.rid).saved, grant.pages, first=grant.cached)
             request.pages = grant.pages
             self._counters["resumed_requests"] += 1
@@ -120,12 +124,12 @@ class Retraction:
         bound = engine.limits.host_pages
         if bound and self._host_pages() + len(pages) > bound:
             reason = (
-                f"the pool of {engine.allocator.capacity} pages is full, and so are the {bound} pages of host memory "
+                f"the pool of {engine.prefix.rank_capacity} pages is full, and so are the {bound} pages of host memory "
                 "for requests that have to leave it; try again later"
             )
             engine.fail(request, 503, reason)
             return
         self._counters["retractions"] += 1
         engine.scheduler.remove(request.rid)
-        self._out[request.rid] = _Out(request, self._host.save(pages))
+        self._out[request.rid] = _Out(request, self._host.save(pages, request.dp_rank))
         engine.give_back_pages(request)

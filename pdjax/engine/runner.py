@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pdjax.cache.pool import create_pool, pool_addresses, pool_sharding
+from pdjax.cache.pool import create_pool, pool_addresses
 from pdjax.cache.spec import StateSpec
 from pdjax.engine import slots
 from pdjax.engine.buckets import Buckets, pick
@@ -26,6 +26,7 @@ from pdjax.engine.request import Top
 from pdjax.engine.sampling import Picked, sampling_rows
 from pdjax.engine.steps import Steps
 from pdjax.layers.attention_backend import AUTO, AttentionBackend
+from pdjax.layers.sharding import DATA_AXIS
 from pdjax.models.checkpoint import LoadedModel
 from pdjax.wire import SamplingParams
 
@@ -63,9 +64,15 @@ class RunningStep:
     """A step that the device was given. Its results are on their way to the host."""
 
     def __init__(
-        self, step: StepPlan, picked: Picked, prompt: PromptLogprobs | None, journal: Journal | None = None
+        self,
+        step: StepPlan,
+        places: list[int],  # of the step's rows in the batch
+        picked: Picked,
+        prompt: PromptLogprobs | None,
+        journal: Journal | None = None,
     ) -> None:
         self._journal = journal
+        self._places = places
         self._rows = [step.row] if isinstance(step, PrefillStep) else step.rows
         self._targets = len(step.targets) if isinstance(step, PrefillStep) else 0
         self._picked = picked
@@ -81,23 +88,28 @@ class RunningStep:
 
     def read(self) -> StepResult:
         """Wait for the results."""
-        count = len(self._rows)
+        places = self._places
         tops = [row.top for row in self._rows]
         prompt, told = self._prompt, self._targets
-        token_ids = np.asarray(self._picked.tokens)[:count].tolist()
+        token_ids = np.asarray(self._picked.tokens)[places].tolist()
         if self._journal is not None:
             self._journal.picked(token_ids)
         return StepResult(
             token_ids=token_ids,
-            logprobs=np.asarray(self._picked.logprobs)[:count].tolist(),
-            top=_tops(self._picked.top_ids, self._picked.top_logprobs, tops),
+            logprobs=np.asarray(self._picked.logprobs)[places].tolist(),
+            top=_tops(self._picked.top_ids, self._picked.top_logprobs, places, tops),
             prompt_logprobs=[] if prompt is None or not told else np.asarray(prompt.logprobs)[:told].tolist(),
-            prompt_top=[] if prompt is None or not told else _tops(prompt.top_ids, prompt.top_logprobs, tops * told),
+            prompt_top=[]
+            if prompt is None or not told
+            else _tops(prompt.top_ids, prompt.top_logprobs, list(range(told)), tops * told),
         )
 
 
 class Runner:
-    """One instance's device work. Not thread-safe: it belongs to the device thread."""
+    """One instance's device work. Not thread-safe: it belongs to the device thread.
+
+    `pages` and the decode rows of `buckets` are those of each dp rank.
+    """
 
     def __init__(
         self,
@@ -112,16 +124,17 @@ class Runner:
         self.spec = spec
         self.buckets = buckets
         self.vocab = model.config.vocab_size
+        self.dp = mesh.shape.get(DATA_AXIS, 1)
         self.pool = create_pool(spec, pages, mesh)
         self.compiles_after_warm_up = 0
         self.journal: Journal | None = None
         self._leaves = model.leaves
         self._addresses = pool_addresses(self.pool)
-        self._slots = buckets.decode_rows[-1]
-        pool, replicated = pool_sharding(mesh), NamedSharding(mesh, PartitionSpec())
+        self._slots = self.dp * buckets.decode_rows[-1]
+        pool, replicated = self.pool.sharding, NamedSharding(mesh, PartitionSpec())
         empty = jax.jit(slots.empty, static_argnums=(0, 1), out_shardings=replicated)
         self._progress, self._tables = empty(self._slots, self.vocab)
-        steps = Steps(model, jnp.dtype(spec.dtype), attention)
+        steps = Steps(model, jnp.dtype(spec.dtype), attention, mesh)
         shardings = (pool, replicated, replicated)
         self._prefill = jax.jit(steps.prefill, donate_argnames="pool", out_shardings=shardings)
         self._first_token = jax.jit(steps.first_token, out_shardings=replicated)
@@ -175,7 +188,7 @@ class Runner:
         waiting: tuple[StepPlan, Future[Any]] | None = None
         with ThreadPoolExecutor(1, "compile") as compiler:
             for step in steps:
-                program, arguments = self._call(step)
+                program, arguments, _ = self._call(step)
                 compiling = step, compiler.submit(program.lower(*arguments).compile)
                 if waiting is not None:
                     waiting[1].result()
@@ -193,7 +206,7 @@ class Runner:
         """A step for every decode program."""
         return [
             DecodeStep(rows=[_IDLE] * rows, token_ids=[0] * rows, positions=[0] * rows)
-            for rows in self.buckets.decode_rows
+            for rows in self.buckets.decode_rows  # all of dp rank 0, so that each has so many
         ]
 
     def expect_no_compile(self) -> None:
@@ -213,36 +226,48 @@ class Runner:
             raise RuntimeError("the KV pool has moved: something holds a view of it across a step")
 
     def _dispatch_prefill(self, step: PrefillStep) -> RunningStep:
-        program, arguments = self._call(step)
+        program, arguments, places = self._call(step)
         self.pool, logits, told = program(*arguments)
         position = np.array([step.start + len(step.token_ids)], np.int32)
-        rows = sampling_rows([step.row], 1)
+        rows = sampling_rows([step.row], 1, places)
         picked = self._first_token(logits, position, self._progress, self._tables, rows)
-        return RunningStep(step, picked, told, self.journal)
+        return RunningStep(step, places, picked, told, self.journal)
 
     def _dispatch_decode(self, step: DecodeStep) -> RunningStep:
-        program, arguments = self._call(step)
+        program, arguments, places = self._call(step)
         self.pool, self._progress, picked = program(*arguments)
-        return RunningStep(step, picked, None, self.journal)
+        return RunningStep(step, places, picked, None, self.journal)
 
-    def _call(self, step: StepPlan) -> tuple[Any, tuple[Any, ...]]:
-        """The jitted function of a step and its arguments, padded to the step's bucket."""
+    def _call(self, step: StepPlan) -> tuple[Any, tuple[Any, ...], list[int]]:
+        """The jitted function of a step, its arguments, padded to the step's bucket, and its rows' places in them."""
         count = len(step.token_ids)
         if isinstance(step, PrefillStep):
             tokens = pick(count, self.buckets.prefill_tokens)
             token_ids, targets = np.zeros((1, tokens), np.int32), np.zeros(tokens, np.int32)
             token_ids[0, :count] = step.token_ids
             targets[: len(step.targets)] = step.targets
-            chunk = (token_ids, targets, np.int32(step.start), np.int32(count))
+            chunk = (token_ids, targets, np.int32(step.start), np.int32(count), np.int32(step.row.dp_rank))
             wants = np.bool_(bool(step.targets)), np.bool_(bool(step.row.top))
-            return self._prefill, (self._leaves, self.pool, *chunk, *wants, self._page_table([step.row], 1))
-        rows = pick(count, self.buckets.decode_rows)
+            table = self._page_table([step.row], 1, [0])
+            return self._prefill, (self._leaves, self.pool, *chunk, *wants, table), [0]
+        rows, places = self._spread(step.rows)
         token_ids, positions = np.zeros((rows, 1), np.int32), np.zeros((rows, 1), np.int32)
-        token_ids[:count, 0] = step.token_ids
-        positions[:count, 0] = step.positions
+        token_ids[places, 0] = step.token_ids
+        positions[places, 0] = step.positions
         state = (self._leaves, self.pool, self._progress, self._tables)
-        paged = (token_ids, positions, self._page_table(step.rows, rows))
-        return self._decode, (*state, *paged, sampling_rows(step.rows, rows))
+        paged = (token_ids, positions, self._page_table(step.rows, rows, places))
+        return self._decode, (*state, *paged, sampling_rows(step.rows, rows, places)), places
+
+    def _spread(self, rows: list[Row]) -> tuple[int, list[int]]:
+        """Rows of a padded decode batch, equally many of each dp rank in turn, and which of them these take."""
+        ranks = [row.dp_rank for row in rows]
+        each = pick(max(ranks.count(rank) for rank in range(self.dp)), self.buckets.decode_rows)
+        free = [rank * each for rank in range(self.dp)]
+        places = []
+        for rank in ranks:
+            places.append(free[rank])
+            free[rank] += 1
+        return self.dp * each, places
 
     def _write_slots(self, rows: list[Row]) -> None:
         """Bring the slots up to date with what comes with the plan."""
@@ -261,11 +286,11 @@ class Runner:
         places, words = slots.mask_rows(masks, self._slots, self.vocab)
         self._tables = self._tables._replace(masks=self._write_masks(self._tables.masks, places, words))
 
-    def _page_table(self, rows: list[Row], padded_rows: int) -> np.ndarray:
-        """int32 [padded_rows, width], 0 past each row's pages."""
+    def _page_table(self, rows: list[Row], padded_rows: int, places: list[int]) -> np.ndarray:
+        """int32 [padded_rows, width], 0 past each row's pages and in all but its places."""
         table = np.zeros((padded_rows, self.buckets.width), np.int32)
-        for index, row in enumerate(rows):
-            table[index, : len(row.pages)] = row.pages
+        for place, row in zip(places, rows, strict=True):
+            table[place, : len(row.pages)] = row.pages
         return table
 
 
@@ -273,10 +298,9 @@ class Runner:
 _IDLE = Row(rid="", pages=[], sampling=SamplingParams(temperature=0.0), seed=0)
 
 
-def _tops(ids: jax.Array, logprobs: jax.Array, counts: list[int]) -> list[Top]:
-    """The best tokens of each row, as many as it asks for."""
+def _tops(ids: jax.Array, logprobs: jax.Array, places: list[int], counts: list[int]) -> list[Top]:
+    """The best tokens of the rows in `places`, as many as each asks for."""
     if not any(counts):
         return [[] for _ in counts]
-    rows = zip(np.asarray(ids)[: len(counts)].tolist(), np.asarray(logprobs)[: len(counts)].tolist(), counts,
-               strict=True)  # fmt: skip
+    rows = zip(np.asarray(ids)[places].tolist(), np.asarray(logprobs)[places].tolist(), counts, strict=True)
     return [list(zip(ids[:count], values[:count], strict=True)) for ids, values, count in rows]

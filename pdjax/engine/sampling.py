@@ -18,6 +18,7 @@ from jax import lax
 
 from pdjax.engine.plan import Row
 from pdjax.engine.slots import MAX_BIAS, NO_TOKEN, OUTPUT, Progress, Tables
+from pdjax.layers.sharding import constrain
 from pdjax.wire import SamplingParams
 
 MAX_BANNED = 64  # tokens that a row may exclude before `min_new_tokens`
@@ -133,14 +134,14 @@ def uses_slot(sampling: SamplingParams) -> bool:
     return bool(_history_flags(sampling))
 
 
-def sampling_rows(requests: list[Row], rows: int) -> SamplingRows:
-    """Pack parameters into arrays of `rows` rows; the rows past the last request are greedy."""
+def sampling_rows(requests: list[Row], rows: int, places: list[int]) -> SamplingRows:
+    """Pack parameters into arrays of `rows` rows, each request's at its place; the other rows are greedy."""
     floats, ints = np.zeros((rows, 6), np.float32), np.zeros((rows, 4), np.int32)
     floats[:] = (0, 1, 0, 1, 0, 0)
     ints[:, 0] = NO_TOKEN
     banned = np.full((rows, MAX_BANNED), NO_TOKEN, np.int32)
     seeds = ints[:, 3].view(np.uint32)
-    for index, row in enumerate(requests):
+    for index, row in zip(places, requests, strict=True):
         param = row.sampling
         flags = _history_flags(param)
         if row.banned:
@@ -246,7 +247,8 @@ def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Ar
     def two_uniforms(seed, position):
         return jax.random.uniform(jax.random.fold_in(jax.random.key(seed), position), (2,), jnp.float32)
 
-    return inverse_cdf(filtered, jax.vmap(two_uniforms)(rows.seeds, positions))
+    # On a mesh every device draws for itself: blocks of the vocabulary are not cut where the vocabulary is.
+    return inverse_cdf(constrain(filtered, None, None), jax.vmap(two_uniforms)(rows.seeds, positions))
 
 
 def inverse_cdf(scaled: jax.Array, uniforms: jax.Array) -> jax.Array:

@@ -34,6 +34,10 @@ class Scheduler:
         """Whether `next_step` would return a step."""
         return bool(self.prefilling or self.running)
 
+    def running_in(self, dp_rank: int) -> int:
+        """How many decode in a dp rank."""
+        return sum(request.dp_rank == dp_rank for request in self.running.values())
+
     def add_prefill(self, request: Request) -> None:
         """Queue a request that has its pages, behind those of its priority and above."""
         place = sum(other.priority >= request.priority for other in self.prefilling)
@@ -110,6 +114,7 @@ class Scheduler:
             history=history,
             mask=request.mask if picks else b"",
             top=request.top_logprobs,
+            dp_rank=request.dp_rank,
         )
 
     def _slot(self, rid: str) -> int:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial, wraps
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from pdjax.engine.plan import ON_DEVICE
 from pdjax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
@@ -13,17 +17,32 @@ from pdjax.engine.sampling import PENALIZED, Picked, SamplingRows, sample
 from pdjax.engine.slots import OUTPUT, Progress, Tables
 from pdjax.layers.attention import PagedBatch
 from pdjax.layers.attention_backend import AttentionBackend
+from pdjax.layers.mesh_attention import Attend, write_and_attend
 from pdjax.models.checkpoint import LoadedModel
 
 
-class Steps:
-    """Steps of one model. The pool is threaded through the layers."""
+def _in_context(step: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of `Steps`, traced in its context."""
 
-    def __init__(self, model: LoadedModel, dtype: jnp.dtype, attention: AttentionBackend) -> None:
+    @wraps(step)
+    def traced(self: Steps, *args: Any, **named: Any) -> Any:
+        with self._context():
+            return step(self, *args, **named)
+
+    return traced
+
+
+class Steps:
+    """Steps of one model on a mesh. The pool is threaded through the layers."""
+
+    def __init__(self, model: LoadedModel, dtype: jnp.dtype, attention: AttentionBackend, mesh: Mesh) -> None:
         self._model = model
         self._attention = attention
         self._dtype = dtype
+        # What is traced finds the mesh in its context; one device needs none.
+        self._context = nullcontext if mesh.size == 1 else partial(jax.sharding.use_abstract_mesh, mesh.abstract_mesh)
 
+    @_in_context
     def prefill(
         self,
         leaves: list[jax.Array],
@@ -32,6 +51,7 @@ class Steps:
         targets: jax.Array,  # [T]
         start: jax.Array,
         count: jax.Array,
+        dp_rank: jax.Array,
         want_targets: jax.Array,  # bool
         want_top: jax.Array,  # bool
         page_table: jax.Array,  # [1, W]
@@ -40,7 +60,8 @@ class Steps:
         offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]  # [1, T]
         batch = PagedBatch(page_table, start + offsets, offsets < count)
         module = self._model.merge(leaves)
-        hidden, pool = module(token_ids, batch.positions, pool, self._attend(batch, self._attention.prefill))
+        attend = self._attend(batch, self._attention.prefill, dp_rank)
+        hidden, pool = module(token_ids, batch.positions, pool, attend)
         last = jnp.take(hidden, count - 1, axis=1)  # [1, hidden]
         with jax.named_scope("prompt_logprobs"):
             told = prompt_logprobs(
@@ -65,6 +86,7 @@ class Steps:
         with jax.named_scope("sample"):
             return sample(logits, sampling, positions, progress, tables)
 
+    @_in_context
     def decode(
         self,
         leaves: list[jax.Array],
@@ -76,7 +98,8 @@ class Steps:
         page_table: jax.Array,  # [B, W]
         sampling: SamplingRows,
     ) -> tuple[jax.Array, Progress, Picked]:
-        """One token of each row; returns the pool, the slots moved on, and the next tokens."""
+        """One token of each row, equally many rows of each dp rank in turn; returns the pool, the slots moved on, and
+        the next tokens."""
         last = progress.last.at[sampling.slots].get(mode="clip")[:, None]
         token_ids = jnp.where(token_ids == ON_DEVICE, last, token_ids)
         # The token that is computed on is counted here, so that a request can begin in the middle of its life.
@@ -91,9 +114,9 @@ class Steps:
         progress = progress._replace(last=progress.last.at[sampling.slots].set(picked.tokens, mode="drop"))
         return pool, progress, picked
 
-    def _attend(self, batch: PagedBatch, attend: Callable) -> Callable:
+    def _attend(self, batch: PagedBatch, attend: Attend, dp_rank: jax.Array | None = None) -> Callable:
         def attend_layer(layer, q, k, v, pool):
-            pool = self._attention.write(pool, layer, k, v, batch)
-            return attend(q, pool, layer, batch, self._dtype), pool
+            write = self._attention.write
+            return write_and_attend(write, attend, q, k, v, pool, layer, batch, self._dtype, dp_rank)
 
         return attend_layer

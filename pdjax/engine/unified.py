@@ -87,6 +87,6 @@ class Unified:
             before = [*engine.scheduler.prefilling, *self.retraction.out]
             if any(other.priority >= request.priority for other in before):
                 return
-            if not engine.begin_prompt(request, spare=len(engine.scheduler.running)):
+            if not engine.begin_prompt(request, spare=-(-len(engine.scheduler.running) // engine.runner.dp)):
                 return
             engine.scheduler.add_prefill(self._waiting.pop())

@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from pdjax.cache.allocator import PageAllocator
 from pdjax.cache.spec import StateSpec
 from pdjax.config import Config, ConfigError, Instance
 from pdjax.engine.buckets import Buckets, make_buckets
@@ -24,8 +23,9 @@ from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
 from pdjax.kernels import native
 from pdjax.launch.cache_folder import cache_root
+from pdjax.launch.devices import emulated_devices, make_mesh
 from pdjax.layers.attention_backend import attention_backend
-from pdjax.layers.sharding import mesh_for_heads
+from pdjax.layers.sharding import DATA_AXIS
 from pdjax.models.checkpoint import LoadedModel, load_model, model_identity
 from pdjax.models.folder import read_config
 from pdjax.net.world import World
@@ -83,8 +83,8 @@ def start_jax(world: World, instance: Instance) -> None:
     keep_compiled_programs()
     devices = None
     if instance.platform == "cpu":
-        emulated = max(instance.devices_per_process, -(-instance.tp // world.size))
-        if emulated > 1:
+        emulated = emulated_devices(instance, world.size)
+        if emulated:
             jax.config.update("jax_num_cpu_devices", emulated)
     elif world.local_size > 1:
         count = max(1, instance.devices_per_process)
@@ -98,25 +98,6 @@ def start_jax(world: World, instance: Instance) -> None:
         heartbeat_timeout_seconds=10,
     )
     native.load(cache_root() / "native")
-
-
-def tensor_parallel(instance: Instance) -> int:
-    """Over how many devices heads, MLP and vocabulary are cut.
-
-    Raises:
-        ConfigError: there are too few devices, or some processes would have none.
-    """
-    found, processes = jax.device_count(), jax.process_count()
-    if processes == 1:
-        tp = instance.tp or 1
-        if tp > found:
-            raise ConfigError(f"Instance.tp is {tp} and there are {found} devices: lower it, or raise "
-                              "Instance.devices_per_process")  # fmt: skip
-        return tp
-    if instance.tp not in (0, found):
-        raise ConfigError(f"Instance.tp is {instance.tp}, and the {processes} processes have {found} devices, which "
-                          f"all must take part: set it to {found} or 0")  # fmt: skip
-    return found
 
 
 def make_engine(
@@ -133,7 +114,7 @@ def make_engine(
         inbox=inbox,
         runner=core.runner,
         scheduler=Scheduler(prefill_tokens=core.prefill_tokens, eos_token_ids=core.eos_token_ids),
-        allocator=PageAllocator(core.pages),
+        pages=core.pages,
         limits=core.limits,
         eos_token_ids=core.eos_token_ids,
         emit=emit,
@@ -152,8 +133,8 @@ def make_engine(
 
 def load_core(role: str, config: Config, folder: Path) -> Core:
     """Load the model of a folder and make its pool."""
-    tp = tensor_parallel(config.instance)
-    mesh = mesh_for_heads(jax.devices()[:tp], read_config(folder).num_kv_heads)
+    mesh = make_mesh(config.instance, read_config(folder).num_kv_heads)
+    dp = mesh.shape.get(DATA_AXIS, 1)
     model = load_model(folder, dtype=config.model.dtype, mesh=mesh)
     spec = StateSpec(
         name="kv",
@@ -170,13 +151,14 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         host_pages=config.cache.host_pages,
         reserved_decode_tokens=config.disagg.num_reserved_decode_tokens,
     )
-    pages = config.cache.pages or 1 + limits.max_running_requests * spec.pages(-(-limits.max_context // 4))
+    rows = -(-limits.max_running_requests // dp)
+    pages = config.cache.pages or 1 + rows * spec.pages(-(-limits.max_context // 4))
     slot_pages = spec.pages(min(config.engine.prefill_tokens, limits.max_context))
     buckets = make_buckets(
         max_context=limits.max_context,
         page_size=spec.page_size,
         prefill_tokens=slot_pages * spec.page_size,
-        max_running_requests=limits.max_running_requests,
+        max_running_requests=rows,
         # One bfloat16 row takes a scalar path of XLA's on CPU, 8 times slower than two rows. To the native kernels 8
         # rows cost what one does, and each bucket less is a second of start-up.
         min_decode_rows=8 if native.multiplies(jnp.dtype(spec.dtype)) else 2 if spec.word_bytes == 2 else 1,
@@ -191,16 +173,16 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         "max_context": limits.max_context,
         "page_size": spec.page_size,
         "max_running_requests": limits.max_running_requests,
-        "max_total_tokens": (pages - 1) * spec.page_size,
+        "max_total_tokens": dp * (pages - 1) * spec.page_size,
         "dtype": spec.dtype,
-        "tp_size": tp,
+        "tp_size": mesh.size // dp,
         "processes": jax.process_count(),
-        "dp_size": 1,
+        "dp_size": dp,
     }
     return Core(
         runner=_runner(model, config, spec=spec, pages=pages, buckets=buckets, mesh=mesh),
         mesh=mesh,
-        layout=Layout(tp=tp),
+        layout=Layout(tp=mesh.size // dp, dp=dp),
         spec=spec,
         limits=limits,
         pages=pages,

@@ -1,4 +1,12 @@
-"""How parameters lie on a mesh: one table from logical axes to mesh axes, and parameters that carry logical axes."""
+"""How arrays lie on a mesh: one table from logical axes to mesh axes, and parameters that carry logical axes.
+
+| mesh axis | cuts                                                                                               |
+| --------- | -------------------------------------------------------------------------------------------------- |
+| `dp`      | requests: each rank has pages and decode rows of its own; MLP and vocabulary are cut over it too   |
+| `tp`      | heads, MLP and vocabulary                                                                          |
+| `copy`    | MLP and vocabulary; in a mesh only where there are more devices than key-value heads, each of which |
+|           | is then on so many of them                                                                         |
+"""
 
 from __future__ import annotations
 
@@ -10,22 +18,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 LogicalAxes = tuple[str | None, ...]
 
-# Logical axis -> mesh axes. An axis that is not named here is whole on every device. A mesh has the axis copy only
-# where there are more devices than key-value heads: each head is then on so many of them.
+# Logical axis -> mesh axes, of which a mesh may lack some. An axis that is not named here is whole on every device.
 RULES: dict[str, tuple[str, ...]] = {
+    "rows": ("dp",),  # the requests of a decode step
+    "pages": ("dp",),  # of a pool
     "kv_heads": ("tp",),  # a key-value head with the query heads that read it
     "heads": ("tp",),  # query heads times head_dim, in the order of kv_heads
-    "mlp": ("tp", "copy"),
-    "vocab": ("tp", "copy"),
+    "mlp": ("dp", "tp", "copy"),
+    "vocab": ("dp", "tp", "copy"),
 }
+
+# Of a pool [layer, page, head, K|V, slot in page, head_dim].
+POOL_AXES: LogicalAxes = (None, "pages", "kv_heads", None, None, None)
 
 # Axes that stay whole where the mesh does not divide them: a vocabulary may have any size.
 MAY_STAY_WHOLE = frozenset({"vocab"})
 
+DATA_AXIS = "dp"
 TENSOR_AXIS = "tp"
 COPY_AXIS = "copy"
 NORMAL = jax.nn.initializers.normal(0.02)
@@ -33,17 +47,51 @@ NORMAL = jax.nn.initializers.normal(0.02)
 
 def tensor_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh with the one axis tp over `jax.Device` objects (default: all of the program). Its axes are Auto."""
-    found = np.array(jax.devices() if devices is None else devices)
-    return Mesh(found, (TENSOR_AXIS,), axis_types=(AxisType.Auto,))
+    return _mesh(jax.devices() if devices is None else devices, {TENSOR_AXIS: -1})
 
 
-def mesh_for_heads(devices: Sequence[Any], kv_heads: int) -> Mesh:
-    """A mesh over all of `devices`, with an axis copy behind tp if they are a multiple of the key-value heads."""
-    count = len(devices)
-    if count <= kv_heads or count % kv_heads:
-        return tensor_mesh(devices)
-    found = np.array(devices).reshape(kv_heads, count // kv_heads)
-    return Mesh(found, (TENSOR_AXIS, COPY_AXIS), axis_types=(AxisType.Auto, AxisType.Auto))
+def instance_mesh(devices: Sequence[Any], kv_heads: int, *, dp: int = 1) -> Mesh:
+    """A mesh over all of `devices`: dp groups of as many devices, tp innermost.
+
+    Axes of size 1 are left out, but for tp. Where a group has a multiple of the key-value heads, an axis copy stands
+    behind tp.
+
+    Raises:
+        ValueError: the devices cannot be grouped so.
+    """
+    group, rest = divmod(len(devices), dp)
+    if rest:
+        raise ValueError(f"dp is {dp}, which does not divide {len(devices)} devices")
+    tensor = {TENSOR_AXIS: group}
+    if group > kv_heads and group % kv_heads == 0:
+        tensor = {TENSOR_AXIS: kv_heads, COPY_AXIS: group // kv_heads}
+    outer = {name: size for name, size in {DATA_AXIS: dp}.items() if size > 1}
+    return _mesh(devices, outer | tensor)
+
+
+def _mesh(devices: Sequence[Any], sizes: dict[str, int]) -> Mesh:
+    found = np.array(devices).reshape(tuple(sizes.values()))
+    return Mesh(found, tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def spec_of(shape: Sequence[int], axes: LogicalAxes, mesh: Mesh | AbstractMesh) -> PartitionSpec:
+    """Where logical axes go on `mesh`; an axis whose size the mesh does not divide stays whole."""
+    parts: list[str | tuple[str, ...] | None] = []
+    for size, axis in zip(shape, axes, strict=True):
+        names = _mesh_axes(axis, mesh)
+        cut = bool(names) and size % math.prod(mesh.shape[name] for name in names) == 0
+        parts.append(None if not cut else names[0] if len(names) == 1 else names)
+    return PartitionSpec(*parts)
+
+
+def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
+    """Traced: have x lie so on the mesh of the context (`jax.sharding.use_abstract_mesh`), if there is one."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return x if mesh.empty else lax.with_sharding_constraint(x, spec_of(x.shape, axes, mesh))
+
+
+def _mesh_axes(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    return tuple(name for name in RULES.get(axis or "", ()) if name in mesh.shape)
 
 
 def parameter(
@@ -64,21 +112,16 @@ def partition_spec(name: str, shape: tuple[int, ...], axes: LogicalAxes, mesh: M
     """Where the axes of one parameter go on `mesh`.
 
     Raises:
-        ValueError: the mesh has an axis tp that does not divide what it must cut.
+        ValueError: the mesh does not divide what it must cut.
     """
-    parts: list[str | tuple[str, ...] | None] = []
-    for size, axis in zip(shape, axes, strict=True):
-        mesh_axes = tuple(name for name in RULES.get(axis or "", ()) if name in mesh.shape)
-        devices = math.prod(mesh.shape[name] for name in mesh_axes)
-        if not mesh_axes:
-            parts.append(None)
-        elif size % devices == 0:
-            parts.append(mesh_axes if len(mesh_axes) > 1 else TENSOR_AXIS)
-        elif axis in MAY_STAY_WHOLE:
-            parts.append(None)
-        else:
-            raise ValueError(f"parameter {name}: tp={devices} does not divide its {size} {axis}; choose a tp that does")
-    return PartitionSpec(*parts)
+    spec = spec_of(shape, axes, mesh)
+    for size, axis, part in zip(shape, axes, spec, strict=True):
+        names = _mesh_axes(axis, mesh)
+        if names and part is None and axis not in MAY_STAY_WHOLE:
+            devices = math.prod(mesh.shape[name] for name in names)
+            cuts = " x ".join(name for name in names if name != COPY_AXIS)
+            raise ValueError(f"parameter {name}: {cuts}={devices} does not divide its {size} {axis}; choose what does")
+    return spec
 
 
 def named_parameters(state: Any) -> dict[str, nnx.Variable]:

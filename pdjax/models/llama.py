@@ -20,6 +20,7 @@ from pdjax.layers.mlp import GatedMLP
 from pdjax.layers.norm import RMSNorm
 from pdjax.layers.rope import apply_rotary, rotary_tables
 from pdjax.layers.rope_frequencies import inverse_frequencies
+from pdjax.layers.sharding import constrain
 from pdjax.models.config import ModelConfig
 
 # (layer int32 scalar, q [batch, tokens, heads, head_dim], k and v [batch, tokens, kv_heads, head_dim], cache)
@@ -82,11 +83,14 @@ class Layer(nnx.Module):
         self, layer: jax.Array, x: jax.Array, rotary: tuple[jax.Array, jax.Array], cache: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """x float32 [batch, tokens, hidden] -> the same shape and dtype, and the cache."""
+        # On a mesh each dp rank attends for its rows, and all devices share the MLP of all rows.
         with jax.named_scope("attention"):
-            attended, cache = self.attention(layer, self.attention_norm(x), rotary, cache, attend)
-            x = x + attended
+            normed = constrain(self.attention_norm(x), "rows", None, None)
+            attended, cache = self.attention(layer, normed, rotary, cache, attend)
+            x = constrain(x + attended, "rows", None, None)
         with jax.named_scope("mlp"):
-            return x + self.mlp(self.mlp_norm(x)), cache
+            x = x + self.mlp(constrain(self.mlp_norm(x), None, None, None))
+            return constrain(x, "rows", None, None), cache
 
 
 class Llama(nnx.Module):
@@ -130,9 +134,10 @@ class Llama(nnx.Module):
             with jax.named_scope(f"layer_{index}"):
                 x, cache = run_layer(nnx.state(layer), jnp.int32(index), x, cache)
         with jax.named_scope("norm"):
-            return self.norm(x), cache
+            return constrain(self.norm(x), None, None, None), cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., hidden] -> float32 [..., vocab]."""
         with jax.named_scope("logits"):
-            return (self.embed if self.head is None else self.head).logits(hidden)
+            logits = (self.embed if self.head is None else self.head).logits(hidden)
+            return constrain(logits, *[None] * (logits.ndim - 1), "vocab")

@@ -11,7 +11,6 @@ import msgspec
 import numpy as np
 from small_engine import EOS, TinyModel
 
-from pdjax.cache.allocator import PageAllocator
 from pdjax.disagg.decode import Decode
 from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
@@ -150,7 +149,7 @@ class ClosePair:
                 inbox=side.inbox,
                 runner=tiny.runner,
                 scheduler=Scheduler(prefill_tokens=tiny.prefill_tokens, eos_token_ids=(EOS,)),
-                allocator=PageAllocator(pages if role == "decode" else 257),
+                pages=pages if role == "decode" else 257,
                 limits=Limits(tiny.max_context, tiny.rows, 10_000, **limits),
                 eos_token_ids=(EOS,),
                 emit=side.emitted.append,

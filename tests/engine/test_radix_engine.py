@@ -83,7 +83,7 @@ def test_flush_empties_the_cache_but_for_what_is_in_use(tiny: TinyModel) -> None
     flushed = small.flush()
     assert (flushed.id, flushed.freed_pages, flushed.locked_pages) == (7, 5, 5)
     small.run()
-    assert small.flush().locked_pages == 0 and small.engine.allocator.free_pages == 256
+    assert small.flush().locked_pages == 0 and small.engine.prefix.allocators[0].free_pages == 256
     before = computed(small)
     small.send("again", TEXT[:40], 2)
     small.run()

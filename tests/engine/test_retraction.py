@@ -125,11 +125,12 @@ def test_who_begins_to_decode_while_another_is_put_out_has_a_page_for_its_token(
     small.send("urgent", [4] * tiny.prefill_tokens, 12, priority=1)
     small.turn()
     assert "urgent" in small.engine.requests and "urgent" not in small.engine.scheduler.running
-    small.engine.allocator.allocate("hog", small.engine.allocator.free_pages)
+    allocator = small.engine.prefix.allocators[0]
+    allocator.allocate("hog", allocator.free_pages)
     for _ in range(2 * PAGE):
         small.turn()
     assert "lesser" in [request.rid for request in small.role.retraction.out]
-    small.engine.allocator.release("hog")
+    allocator.release("hog")
     small.run()
     crowded = [small.ids("lesser"), small.ids("urgent")]
     roomy = SmallEngine(tiny)
@@ -148,7 +149,7 @@ def test_pages_come_back_bit_for_bit_and_only_where_they_are_wanted(tiny: TinyMo
     for start in range(0, ROOMY - 1, BLOCK_PAGES):
         ids = np.arange(1 + start, 1 + start + BLOCK_PAGES, dtype=np.int32)
         runner.pool = host._scatter(runner.pool, ids, words[:, ids])
-    saved = host.save(pages)
+    saved = host.save(pages, 0)
     host.restore(saved, [0] * 5 + list(range(100, 100 + len(pages) - 5)), first=5)
     runner.check_integrity()
     pool = np.array(runner.pool)

@@ -136,10 +136,10 @@ class _HandedOver(Unified):
 
     def submit(self, request: Request) -> None:
         engine = self._engine
-        pages = engine.allocator.allocate(request.rid, engine.spec.pages(request.max_tokens))
-        assert pages is not None
-        request.pages = pages
-        row = Row(request.rid, pages, SamplingParams(temperature=0.0), 0)
+        grant = engine.prefix.begin(request.rid, [], pages=engine.spec.pages(request.max_tokens), cached=0)
+        assert grant is not None
+        request.pages = grant.pages
+        row = Row(request.rid, grant.pages, SamplingParams(temperature=0.0), 0)
         for start in range(0, request.prompt_tokens, 16):
             engine.runner.run(PrefillStep(row, request.input_ids[start : start + 16], start))
         request.computed = request.prompt_tokens

@@ -24,7 +24,7 @@ def pick(logits: np.ndarray, rows: list[Row], positions: np.ndarray | None = Non
     """One step's picks [ROWS]. A row's `history.output_ids` are all that it has put out."""
     progress, tables = _tables(rows)
     positions = np.arange(ROWS, dtype=np.int32) if positions is None else positions
-    return _sample(logits, sampling_rows(rows, ROWS), positions, progress, tables)
+    return _sample(logits, sampling_rows(rows, ROWS, list(range(len(rows)))), positions, progress, tables)
 
 
 def _tables(rows: list[Row]) -> tuple[Progress, Tables]:

@@ -72,4 +72,4 @@ def test_after_a_mixed_crowd_the_pools_are_as_at_the_start(tiny: TinyModel, coun
     assert stats["free_pages"] == stats["pages"] == 24
     small.flush_soon()
     small.turn()
-    assert small.engine.allocator.free_pages == 24 and small.engine.allocator.owners == 0
+    assert small.engine.prefix.allocators[0].free_pages == 24 and small.engine.prefix.allocators[0].owners == 0

@@ -5,7 +5,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from pdjax.layers.sharding import mesh_for_heads, param_shardings, parameter, partition_spec, tensor_mesh
+from pdjax.layers.sharding import instance_mesh, param_shardings, parameter, partition_spec, tensor_mesh
 from pdjax.models.llama import Llama
 from pdjax.models.random import tiny_config
 
@@ -32,7 +32,7 @@ def test_heads_that_tp_does_not_divide_are_refused_with_both_numbers():
 
 
 def test_beyond_the_number_of_heads_each_head_is_on_several_devices_and_the_rest_is_cut_further():
-    devices = mesh_for_heads(range(8), kv_heads=4)  # type: ignore[arg-type]
+    devices = instance_mesh(range(8), kv_heads=4)  # type: ignore[arg-type]
     assert dict(devices.shape) == {"tp": 4, "copy": 2}
     assert partition_spec("qkv", (4, 8), ("kv_heads", None), devices) == PartitionSpec("tp", None)
     assert partition_spec("mlp", (16, 8), ("mlp", None), devices) == PartitionSpec(("tp", "copy"), None)
@@ -42,7 +42,7 @@ def test_beyond_the_number_of_heads_each_head_is_on_several_devices_and_the_rest
 
 @pytest.mark.parametrize("devices", [1, 2, 4, 6])
 def test_up_to_the_number_of_heads_and_beside_its_multiples_a_mesh_has_one_axis(devices: int):
-    assert mesh_for_heads(range(devices), kv_heads=4).axis_names == ("tp",)
+    assert instance_mesh(range(devices), kv_heads=4).axis_names == ("tp",)
 
 
 def test_a_vocabulary_that_tp_does_not_divide_stays_whole():
@@ -52,3 +52,15 @@ def test_a_vocabulary_that_tp_does_not_divide_stays_whole():
 def test_a_parameter_without_an_axis_for_each_dimension_is_refused():
     with pytest.raises(ValueError, match="needs 2 logical axes"):
         parameter((2, 3), ("mlp",), jnp.dtype("float32"), None)
+
+
+def test_dp_ranks_are_groups_of_neighbours_that_share_mlp_and_vocabulary():
+    devices = instance_mesh(range(8), kv_heads=2, dp=2)  # type: ignore[arg-type]
+    assert dict(devices.shape) == {"dp": 2, "tp": 2, "copy": 2}
+    assert devices.devices[1].ravel().tolist() == [4, 5, 6, 7]
+    assert partition_spec("qkv", (2, 8), ("kv_heads", None), devices) == PartitionSpec("tp", None)
+    assert partition_spec("mlp", (16, 8), ("mlp", None), devices) == PartitionSpec(("dp", "tp", "copy"), None)
+    with pytest.raises(ValueError, match="mlp: dp x tp=8 does not divide its 12 mlp"):
+        partition_spec("mlp", (12, 8), ("mlp", None), devices)
+    with pytest.raises(ValueError, match="dp is 3, which does not divide 8 devices"):
+        instance_mesh(range(8), kv_heads=2, dp=3)  # type: ignore[arg-type]

@@ -15,7 +15,7 @@ import numpy as np
 
 from pdjax.cache.pool import create_pool, pool_addresses, pool_shape
 from pdjax.cache.spec import StateSpec
-from pdjax.layers.sharding import mesh_for_heads
+from pdjax.layers.sharding import instance_mesh
 from pdjax.transfer.layout import Chunk, Layout, plan
 from pdjax.transfer.staging import LandingRing, SourceStaging, local_shards, pages_of, with_new_shards
 
@@ -47,7 +47,7 @@ class Side:
     def __init__(self, spec: StateSpec, tp: int, words: np.ndarray) -> None:
         self.spec, self.layout = spec, Layout(tp=tp)
         self.memory: Any = Memory()
-        mesh = mesh_for_heads(jax.devices()[:tp], spec.heads)
+        mesh = instance_mesh(jax.devices()[:tp], spec.heads)
         self.devices = list(mesh.devices.flat)
         self.pool = create_pool(spec, PAGES, mesh).at[:].set(jnp.asarray(words))
         self.addresses = pool_addresses(self.pool)

@@ -1,0 +1,61 @@
+"""A program of its own, for it needs many devices: serves the same requests on one mesh after the other.
+
+python mesh_answers.py FOLDER MESHES, the latter as JSON: a list of `TinyModel`'s devices and axes. Prints a JSON list
+of what `serve` returns.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+sys.path.append(str(Path(__file__).parents[1]))
+from small_engine import PAGE, SmallEngine, TinyModel  # pyright: ignore[reportMissingImports]
+
+from pdjax.wire import Tokens
+
+PAGES = 22  # of each rank: too few for two of the long ones
+TEXT = [(7 * i + i * i // 5) % 250 for i in range(80)]
+
+
+def serve(tiny: TinyModel) -> dict[str, Any]:
+    """Answers by request, with log-probabilities, and the engine's counters."""
+    tiny.runner.warm_up([*tiny.runner.prefill_warm_up(), *tiny.runner.decode_warm_up()])
+    small = SmallEngine(tiny, pages=PAGES)
+    before = tiny.runner.compiles_after_warm_up
+    tiny.runner.expect_no_compile()
+    random = np.random.default_rng(0)
+    # One after the other first, so that later ones find what earlier ones have left.
+    for length in (PAGE * 4, PAGE * 4 + 1, PAGE * 8 - 1):
+        small.send(f"alone {length}", TEXT[:length], 4)
+        small.run()
+    lengths = [1, PAGE - 1, PAGE, PAGE + 1, PAGE * 4 - 1, PAGE * 4 + 1, 16 * 2, 41, 45]
+    for number, length in enumerate(lengths):
+        small.send(f"text {length}", TEXT[:length], 20, top_logprobs=number % 3)
+        small.send(f"own {length}", random.integers(0, 256, length).tolist(), 12 + 3 * number,
+                   temperature=float(number % 2), seed=number, frequency_penalty=0.5 * (number % 3))  # fmt: skip
+    small.send("told", TEXT[5:40], 6, prompt_logprobs=True)
+    small.run()
+    frames = [message for message in small.emitted if isinstance(message, Tokens)]
+    rids = list(dict.fromkeys(frame.rid for frame in frames))
+    told = next(frame for frame in frames if frame.rid == "told")
+    stats = small.engine.stats()
+    return {
+        "ids": {rid: small.ids(rid) for rid in rids},
+        "logprobs": {rid: [value for frame in small.frames(rid) for value in frame.logprobs] for rid in rids},
+        "prompt_logprobs": told.prompt_logprobs,
+        "cached": stats["cached_tokens_total"],
+        "retractions": stats["retractions_total"],
+        "compiles": tiny.runner.compiles_after_warm_up - before,
+        "shard": list(tiny.runner.pool.addressable_shards[0].data.shape),
+    }
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    print(json.dumps([serve(TinyModel(Path(sys.argv[1]), **shape)) for shape in json.loads(sys.argv[2])]))
