@@ -52,6 +52,8 @@ class Instance:
                          "with several processes all their devices")  # fmt: skip
     dp: int = _option(1, "groups of tp devices that each have pages and requests of their own (DP-attention); MLP and "
                          "vocabulary are cut over all of them")  # fmt: skip
+    cp: int = _option(1, "parts of tp devices that take a request's pages in turn and share a prompt's tokens "
+                         "(context parallelism)")  # fmt: skip
     platform: str = _option("cpu", "cpu, cuda, or empty for what jax finds first")
 
     def __post_init__(self) -> None:
@@ -59,11 +61,12 @@ class Instance:
         for name in ("devices_per_process", "tp"):
             _require(getattr(self, name) >= 0, f"{name} must be 0 or more")
         _require(self.dp >= 1, "dp must be at least 1")
+        _require(self.cp >= 1 and self.cp & (self.cp - 1) == 0, "cp must be a power of two")
 
     @property
     def groups(self) -> int:
         """Into how many groups of tp devices the instance's devices are cut."""
-        return self.dp
+        return self.dp * self.cp
 
 
 @dataclass(frozen=True)

@@ -48,11 +48,14 @@ class TinyModel:
             write_random_model(folder / "tiny", tiny_config(), seed=1)
         self.mesh = instance_mesh(jax.devices()[:devices], 4, **axes)
         self.model: LoadedModel = load_model(folder / "tiny", dtype="float32", mesh=self.mesh)
-        self.spec = StateSpec(name="kv", layers=2, heads=4, head_dim=16, page_size=PAGE, dtype="float32")
+        self.spec = StateSpec(
+            name="kv", layers=2, heads=4, head_dim=16, page_size=PAGE * axes.get("cp", 1), dtype="float32"
+        )
         self.rows, self.max_context, self.prefill_tokens = rows, max_context, prefill_tokens
         buckets = make_buckets(
             max_context=max_context,
-            page_size=PAGE,
+            page_size=self.spec.page_size,
+            parts=axes.get("cp", 1),
             prefill_tokens=prefill_tokens,
             max_running_requests=rows,
             min_decode_rows=rows,
@@ -117,9 +120,9 @@ class SmallEngine:
         step = self._next_step()
         if isinstance(step, DecodeStep):
             for row, position in zip(step.rows, step.positions, strict=True):
-                assert position < len(row.pages) * PAGE, f"{row.rid} decodes past its pages"
+                assert position < len(row.pages) * self.engine.spec.page_size, f"{row.rid} decodes past its pages"
         elif step is not None:
-            assert step.end <= len(step.row.pages) * PAGE
+            assert step.end <= len(step.row.pages) * self.engine.spec.page_size
         return step
 
     def flush_soon(self) -> None:

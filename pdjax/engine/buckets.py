@@ -20,10 +20,19 @@ class Buckets:
 
 
 def make_buckets(
-    *, max_context: int, page_size: int, prefill_tokens: int, max_running_requests: int, min_decode_rows: int
+    *,
+    max_context: int,
+    page_size: int,
+    prefill_tokens: int,
+    max_running_requests: int,
+    min_decode_rows: int,
+    parts: int = 1,
 ) -> Buckets:
-    """Powers of two, each up to its limit. The width needs no buckets: attention costs what a context is long."""
-    block = block_width(page_size)
+    """Powers of two, each up to its limit. The width needs no buckets: attention costs what a context is long.
+
+    Each page is cut into `parts`, over which devices attend each for itself.
+    """
+    block = block_width(page_size // parts)
     return Buckets(
         prefill_tokens=_powers(min(32, prefill_tokens), prefill_tokens),
         decode_rows=_powers(min_decode_rows, max(min_decode_rows, max_running_requests)),

@@ -15,9 +15,10 @@ from pdjax.engine.plan import ON_DEVICE
 from pdjax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
 from pdjax.engine.sampling import PENALIZED, Picked, SamplingRows, sample
 from pdjax.engine.slots import OUTPUT, Progress, Tables
-from pdjax.layers.attention import PagedBatch
+from pdjax.layers.attention import PagedBatch, attend_decode_parts, attend_prefill_parts
 from pdjax.layers.attention_backend import AttentionBackend
-from pdjax.layers.mesh_attention import Attend, write_and_attend
+from pdjax.layers.mesh_attention import Attention, write_and_attend
+from pdjax.layers.sharding import constrain
 from pdjax.models.checkpoint import LoadedModel
 
 
@@ -60,7 +61,8 @@ class Steps:
         offsets = jnp.arange(token_ids.shape[1], dtype=jnp.int32)[None]  # [1, T]
         batch = PagedBatch(page_table, start + offsets, offsets < count)
         module = self._model.merge(leaves)
-        attend = self._attend(batch, self._attention.prefill, dp_rank)
+        on_device = Attention(self._attention.write, self._attention.prefill, attend_prefill_parts)
+        attend = self._attend(on_device, batch, dp_rank)
         hidden, pool = module(token_ids, batch.positions, pool, attend)
         last = jnp.take(hidden, count - 1, axis=1)  # [1, hidden]
         with jax.named_scope("prompt_logprobs"):
@@ -106,17 +108,19 @@ class Steps:
         counted = sampling.only(PENALIZED, sampling.slots)
         seen = progress.seen.at[counted, token_ids[:, 0]].add(OUTPUT, mode="drop")
         progress = progress._replace(seen=seen)
+        # Each dp rank has its rows of what follows, but every device picks all tokens.
+        token_ids, positions = constrain(token_ids, None, None), constrain(positions, None, None)
         batch = PagedBatch(page_table, positions, jnp.ones_like(positions, bool))
         module = self._model.merge(leaves)
-        hidden, pool = module(token_ids, positions, pool, self._attend(batch, self._attention.decode))
+        on_device = Attention(self._attention.write, self._attention.decode, attend_decode_parts)
+        hidden, pool = module(token_ids, positions, pool, self._attend(on_device, batch))
         with jax.named_scope("sample"):
             picked = sample(module.logits(hidden[:, 0]), sampling, positions[:, 0] + 1, progress, tables)
         progress = progress._replace(last=progress.last.at[sampling.slots].set(picked.tokens, mode="drop"))
         return pool, progress, picked
 
-    def _attend(self, batch: PagedBatch, attend: Attend, dp_rank: jax.Array | None = None) -> Callable:
+    def _attend(self, attention: Attention, batch: PagedBatch, dp_rank: jax.Array | None = None) -> Callable:
         def attend_layer(layer, q, k, v, pool):
-            write = self._attention.write
-            return write_and_attend(write, attend, q, k, v, pool, layer, batch, self._dtype, dp_rank)
+            return write_and_attend(attention, q, k, v, pool, layer, batch, self._dtype, dp_rank)
 
         return attend_layer

@@ -23,9 +23,8 @@ from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
 from pdjax.kernels import native
 from pdjax.launch.cache_folder import cache_root
-from pdjax.launch.devices import emulated_devices, make_mesh
+from pdjax.launch.devices import emulated_devices, layout_of, make_mesh
 from pdjax.layers.attention_backend import attention_backend
-from pdjax.layers.sharding import DATA_AXIS
 from pdjax.models.checkpoint import LoadedModel, load_model, model_identity
 from pdjax.models.folder import read_config
 from pdjax.net.world import World
@@ -134,14 +133,15 @@ def make_engine(
 def load_core(role: str, config: Config, folder: Path) -> Core:
     """Load the model of a folder and make its pool."""
     mesh = make_mesh(config.instance, read_config(folder).num_kv_heads)
-    dp = mesh.shape.get(DATA_AXIS, 1)
+    layout = layout_of(mesh)
+    dp, cp = layout.dp, layout.cp
     model = load_model(folder, dtype=config.model.dtype, mesh=mesh)
     spec = StateSpec(
         name="kv",
         layers=model.config.num_layers,
         heads=model.config.num_kv_heads,
         head_dim=model.config.head_dim,
-        page_size=config.cache.page_size,
+        page_size=config.cache.page_size * cp,  # parts have a page of each of these, so that requests need one table
         dtype=config.model.dtype,
     )
     limits = Limits(
@@ -159,6 +159,7 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         page_size=spec.page_size,
         prefill_tokens=slot_pages * spec.page_size,
         max_running_requests=rows,
+        parts=cp,
         # One bfloat16 row takes a scalar path of XLA's on CPU, 8 times slower than two rows. To the native kernels 8
         # rows cost what one does, and each bucket less is a second of start-up.
         min_decode_rows=8 if native.multiplies(jnp.dtype(spec.dtype)) else 2 if spec.word_bytes == 2 else 1,
@@ -171,18 +172,19 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         "model_type": model.config.model_type,
         "vocab_size": model.config.vocab_size,
         "max_context": limits.max_context,
-        "page_size": spec.page_size,
+        "page_size": config.cache.page_size,
         "max_running_requests": limits.max_running_requests,
         "max_total_tokens": dp * (pages - 1) * spec.page_size,
         "dtype": spec.dtype,
-        "tp_size": mesh.size // dp,
+        "tp_size": layout.tp,
         "processes": jax.process_count(),
         "dp_size": dp,
+        "cp_size": cp,
     }
     return Core(
         runner=_runner(model, config, spec=spec, pages=pages, buckets=buckets, mesh=mesh),
         mesh=mesh,
-        layout=Layout(tp=mesh.size // dp, dp=dp),
+        layout=layout,
         spec=spec,
         limits=limits,
         pages=pages,

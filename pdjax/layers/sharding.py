@@ -3,6 +3,7 @@
 | mesh axis | cuts                                                                                               |
 | --------- | -------------------------------------------------------------------------------------------------- |
 | `dp`      | requests: each rank has pages and decode rows of its own; MLP and vocabulary are cut over it too   |
+| `cp`      | the slots of each page, so that the pages of a request lie on its parts in turn; a prompt's tokens |
 | `tp`      | heads, MLP and vocabulary                                                                          |
 | `copy`    | MLP and vocabulary; in a mesh only where there are more devices than key-value heads, each of which |
 |           | is then on so many of them                                                                         |
@@ -26,7 +27,9 @@ LogicalAxes = tuple[str | None, ...]
 # Logical axis -> mesh axes, of which a mesh may lack some. An axis that is not named here is whole on every device.
 RULES: dict[str, tuple[str, ...]] = {
     "rows": ("dp",),  # the requests of a decode step
+    "tokens": ("cp",),  # of a prefill step
     "pages": ("dp",),  # of a pool
+    "slots": ("cp",),  # of a page
     "kv_heads": ("tp",),  # a key-value head with the query heads that read it
     "heads": ("tp",),  # query heads times head_dim, in the order of kv_heads
     "mlp": ("dp", "tp", "copy"),
@@ -34,12 +37,13 @@ RULES: dict[str, tuple[str, ...]] = {
 }
 
 # Of a pool [layer, page, head, K|V, slot in page, head_dim].
-POOL_AXES: LogicalAxes = (None, "pages", "kv_heads", None, None, None)
+POOL_AXES: LogicalAxes = (None, "pages", "kv_heads", None, "slots", None)
 
 # Axes that stay whole where the mesh does not divide them: a vocabulary may have any size.
 MAY_STAY_WHOLE = frozenset({"vocab"})
 
 DATA_AXIS = "dp"
+CONTEXT_AXIS = "cp"
 TENSOR_AXIS = "tp"
 COPY_AXIS = "copy"
 NORMAL = jax.nn.initializers.normal(0.02)
@@ -50,8 +54,8 @@ def tensor_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return _mesh(jax.devices() if devices is None else devices, {TENSOR_AXIS: -1})
 
 
-def instance_mesh(devices: Sequence[Any], kv_heads: int, *, dp: int = 1) -> Mesh:
-    """A mesh over all of `devices`: dp groups of as many devices, tp innermost.
+def instance_mesh(devices: Sequence[Any], kv_heads: int, *, dp: int = 1, cp: int = 1) -> Mesh:
+    """A mesh over all of `devices`: dp groups of cp groups of as many devices, tp innermost.
 
     Axes of size 1 are left out, but for tp. Where a group has a multiple of the key-value heads, an axis copy stands
     behind tp.
@@ -59,13 +63,13 @@ def instance_mesh(devices: Sequence[Any], kv_heads: int, *, dp: int = 1) -> Mesh
     Raises:
         ValueError: the devices cannot be grouped so.
     """
-    group, rest = divmod(len(devices), dp)
+    group, rest = divmod(len(devices), dp * cp)
     if rest:
-        raise ValueError(f"dp is {dp}, which does not divide {len(devices)} devices")
+        raise ValueError(f"dp x cp is {dp} x {cp}, which does not divide {len(devices)} devices")
     tensor = {TENSOR_AXIS: group}
     if group > kv_heads and group % kv_heads == 0:
         tensor = {TENSOR_AXIS: kv_heads, COPY_AXIS: group // kv_heads}
-    outer = {name: size for name, size in {DATA_AXIS: dp}.items() if size > 1}
+    outer = {name: size for name, size in {DATA_AXIS: dp, CONTEXT_AXIS: cp}.items() if size > 1}
     return _mesh(devices, outer | tensor)
 
 

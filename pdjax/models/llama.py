@@ -83,14 +83,15 @@ class Layer(nnx.Module):
         self, layer: jax.Array, x: jax.Array, rotary: tuple[jax.Array, jax.Array], cache: Any, attend: Attend
     ) -> tuple[jax.Array, Any]:
         """x float32 [batch, tokens, hidden] -> the same shape and dtype, and the cache."""
-        # On a mesh each dp rank attends for its rows, and all devices share the MLP of all rows.
+        # On a mesh each dp rank attends for its rows, all of them share the MLP of all rows, and each cp part has its
+        # share of a prompt's tokens.
         with jax.named_scope("attention"):
-            normed = constrain(self.attention_norm(x), "rows", None, None)
+            normed = constrain(self.attention_norm(x), "rows", "tokens", None)
             attended, cache = self.attention(layer, normed, rotary, cache, attend)
-            x = constrain(x + attended, "rows", None, None)
+            x = constrain(x + attended, "rows", "tokens", None)
         with jax.named_scope("mlp"):
-            x = x + self.mlp(constrain(self.mlp_norm(x), None, None, None))
-            return constrain(x, "rows", None, None), cache
+            x = x + self.mlp(constrain(self.mlp_norm(x), None, "tokens", None))
+            return constrain(x, "rows", "tokens", None), cache
 
 
 class Llama(nnx.Module):

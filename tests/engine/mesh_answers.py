@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 import numpy as np
 
 sys.path.append(str(Path(__file__).parents[1]))
-from small_engine import PAGE, SmallEngine, TinyModel  # pyright: ignore[reportMissingImports]
+from small_engine import PAGE, POOL_PAGES, SmallEngine, TinyModel  # pyright: ignore[reportMissingImports]
 
+from pdjax.launch.devices import layout_of
 from pdjax.wire import Tokens
 
 PAGES = 22  # of each rank: too few for two of the long ones
@@ -26,7 +28,8 @@ TEXT = [(7 * i + i * i // 5) % 250 for i in range(80)]
 def serve(tiny: TinyModel) -> dict[str, Any]:
     """Answers by request, with log-probabilities, and the engine's counters."""
     tiny.runner.warm_up([*tiny.runner.prefill_warm_up(), *tiny.runner.decode_warm_up()])
-    small = SmallEngine(tiny, pages=PAGES)
+    parts = tiny.spec.page_size // PAGE
+    small = SmallEngine(tiny, pages=1 + (PAGES - 1) // parts)
     before = tiny.runner.compiles_after_warm_up
     tiny.runner.expect_no_compile()
     random = np.random.default_rng(0)
@@ -52,8 +55,27 @@ def serve(tiny: TinyModel) -> dict[str, Any]:
         "cached": stats["cached_tokens_total"],
         "retractions": stats["retractions_total"],
         "compiles": tiny.runner.compiles_after_warm_up - before,
+        "misplaced": misplaced(tiny),
         "shard": list(tiny.runner.pool.addressable_shards[0].data.shape),
     }
+
+
+def misplaced(tiny: TinyModel) -> list[str]:
+    """Devices whose shard of the pool is not what transfers take it for."""
+    layout, spec = layout_of(tiny.mesh), msgspec.structs.replace(tiny.spec, page_size=PAGE)
+    shards = {shard.device: shard.index for shard in tiny.runner.pool.addressable_shards}
+    wrong = []
+    for dp_rank in range(layout.dp):
+        for place in layout.places(spec, dp_rank):
+            layers, pages, heads, _, slots, _ = shards[tiny.mesh.devices.flat[place.rank]]
+            found = [
+                (part.start or 0, part.stop or size) for part, size in ((layers, spec.layers), (heads, spec.heads))
+            ]
+            there = [(place.layers.start, place.layers.stop), (place.heads.start, place.heads.stop)]
+            at = ((pages.start or 0) // POOL_PAGES, (slots.start or 0) // PAGE)
+            if found != there or at != (dp_rank, place.page_class):
+                wrong.append(f"{place} of dp rank {dp_rank} has {found}, {at}")
+    return wrong
 
 
 if __name__ == "__main__":

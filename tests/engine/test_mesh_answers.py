@@ -11,12 +11,16 @@ from typing import Any
 
 import pytest
 from mesh_answers import serve
-from small_engine import POOL_PAGES, TinyModel
+from small_engine import PAGE, POOL_PAGES, TinyModel
 
-MESHES: dict[str, tuple[dict[str, int], list[int]]] = {  # TinyModel's arguments, and [pages, heads] of a device's pool
-    "dp2": ({"devices": 2, "dp": 2}, [POOL_PAGES, 4]),
-    "dp4": ({"devices": 4, "dp": 4}, [POOL_PAGES, 4]),
-    "tp2 x dp2": ({"devices": 4, "dp": 2}, [POOL_PAGES, 2]),
+MESHES: dict[str, tuple[dict[str, int], list[int]]] = {  # TinyModel's arguments, and a device's shard of the pool
+    "dp2": ({"devices": 2, "dp": 2}, [2, POOL_PAGES, 4, 2, PAGE, 16]),
+    "dp4": ({"devices": 4, "dp": 4}, [2, POOL_PAGES, 4, 2, PAGE, 16]),
+    "tp2 x dp2": ({"devices": 4, "dp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
+    "cp2": ({"devices": 2, "cp": 2}, [2, POOL_PAGES, 4, 2, PAGE, 16]),
+    "tp8": ({"devices": 8}, [2, POOL_PAGES, 1, 2, PAGE, 16]),
+    "tp2 x cp2": ({"devices": 4, "cp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
+    "dp2 x cp2 x tp2": ({"devices": 8, "dp": 2, "cp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
 }
 
 
@@ -48,4 +52,5 @@ def test_answers_are_those_of_one_device(
     assert found["prompt_logprobs"][1:] == pytest.approx(one_device["prompt_logprobs"][1:], abs=1e-4)
     assert found["cached"] > 0 and found["retractions"] > 0, "the requests were meant to share and to crowd"
     assert found["compiles"] == 0
-    assert found["shard"][1:3] == MESHES[name][1]
+    assert found["shard"] == MESHES[name][1]
+    assert not found["misplaced"]

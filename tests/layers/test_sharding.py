@@ -62,5 +62,5 @@ def test_dp_ranks_are_groups_of_neighbours_that_share_mlp_and_vocabulary():
     assert partition_spec("mlp", (16, 8), ("mlp", None), devices) == PartitionSpec(("dp", "tp", "copy"), None)
     with pytest.raises(ValueError, match="mlp: dp x tp=8 does not divide its 12 mlp"):
         partition_spec("mlp", (12, 8), ("mlp", None), devices)
-    with pytest.raises(ValueError, match="dp is 3, which does not divide 8 devices"):
+    with pytest.raises(ValueError, match="dp x cp is 3 x 1, which does not divide 8 devices"):
         instance_mesh(range(8), kv_heads=2, dp=3)  # type: ignore[arg-type]
