@@ -103,11 +103,12 @@ def test_four_devices_of_two_processes_give_the_tokens_of_one(mesh: Part, dense:
     assert '"tp_size":4' in info and '"processes":2' in info
 
 
-def test_dp_ranks_in_two_processes_give_the_tokens_of_one_device(
-    tmp_path: Path, model: Path, dense: DenseModel
+@pytest.mark.parametrize("axis", ["dp", "cp"])
+def test_an_axis_over_two_processes_gives_the_tokens_of_one_device(
+    tmp_path: Path, model: Path, dense: DenseModel, axis: str
 ) -> None:
     shape = SHAPE | {"Engine__max_running_requests": 4, "Engine__warmup": False}
-    part = instance(tmp_path, "unified", Model__folder=model, **shape, Instance__dp=2, Instance__tp=2)
+    part = instance(tmp_path, "unified", Model__folder=model, **shape, **{f"Instance__{axis}": 2}, Instance__tp=2)
     try:
         part.wait_ready()
         texts = [[(7 * i + length) % 250 for i in range(length)] for length in (1, PAGE * 5, PAGE * 5 + 1, 45, 60, 61)]
@@ -116,9 +117,9 @@ def test_dp_ranks_in_two_processes_give_the_tokens_of_one_device(
         for ids, (status, answer) in zip(texts, answers, strict=True):
             assert status == 200, answer
             assert answer["output_ids"] == dense.greedy(ids, 40), f"{len(ids)} prompt tokens"
-        assert part.metrics()["pdjax_pages"] == 2 * 32
+        assert part.metrics()["pdjax_pages"] == (64 if axis == "dp" else 32)
         info = get(f"{part.url}/server_info")[1].decode()
-        assert '"dp_size":2' in info and '"tp_size":2' in info and '"processes":2' in info
+        assert f'"{axis}_size":2' in info and '"tp_size":2' in info and '"processes":2' in info
     finally:
         part.kill()
 
