@@ -15,7 +15,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.topology import Topology, follow_bootstrap_room
+from pdjax.disagg.protocol.topology import follow_bootstrap_room
 from pdjax.disagg.receiver import Receiver
 from pdjax.disagg.timeline import RoomTimeline
 from pdjax.engine.engine import Engine
@@ -25,6 +25,7 @@ from pdjax.engine.request import OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
+from pdjax.transfer.layout import Layout
 from pdjax.transfer.staging import Slots
 
 
@@ -74,7 +75,7 @@ class Decode:
         if request.alone:
             self._alone.push(request)
             return
-        request.dp_rank = follow_bootstrap_room(rendezvous.room, Topology(dp=self._engine.runner.dp))
+        request.dp_rank = follow_bootstrap_room(rendezvous.room, Layout(dp=self._engine.runner.dp))
         self._timelines[request.rid] = RoomTimeline(request.arrived)
         ask = DecodeAsk(
             rid=request.rid,

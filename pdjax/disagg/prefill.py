@@ -13,7 +13,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.topology import Topology, follow_bootstrap_room
+from pdjax.disagg.protocol.topology import follow_bootstrap_room
 from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine
 from pdjax.engine.orders import RoleOrder, RoleReport
@@ -22,6 +22,7 @@ from pdjax.engine.request import Finish, OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
+from pdjax.transfer.layout import Layout
 from pdjax.transfer.staging import Slots
 
 
@@ -73,7 +74,7 @@ class Prefill:
         if request.alone:
             self._alone.push(request)
             return
-        request.dp_rank = follow_bootstrap_room(rendezvous.room, Topology(dp=self._engine.runner.dp))
+        request.dp_rank = follow_bootstrap_room(rendezvous.room, Layout(dp=self._engine.runner.dp))
         ask = PrefillAsk(
             rid=request.rid,
             room=rendezvous.room,

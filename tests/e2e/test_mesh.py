@@ -107,8 +107,8 @@ def test_four_devices_of_two_processes_give_the_tokens_of_one(mesh: Part, dense:
 def test_an_axis_over_two_processes_gives_the_tokens_of_one_device(
     tmp_path: Path, model: Path, dense: DenseModel, axis: str
 ) -> None:
-    shape = SHAPE | {"Engine__max_running_requests": 4, "Engine__warmup": False}
-    part = instance(tmp_path, "unified", Model__folder=model, **shape, **{f"Instance__{axis}": 2}, Instance__tp=2)
+    shape = SHAPE | {"Engine__max_running_requests": 4, "Engine__warmup": False, f"Instance__{axis}": 2}
+    part = instance(tmp_path, "unified", Model__folder=model, **shape, Instance__tp=2)
     try:
         part.wait_ready()
         texts = [[(7 * i + length) % 250 for i in range(length)] for length in (1, PAGE * 5, PAGE * 5 + 1, 45, 60, 61)]
