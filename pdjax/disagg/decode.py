@@ -9,7 +9,7 @@ import time
 from pdjax.disagg import orders
 from pdjax.disagg.admission import Admission
 from pdjax.disagg.alone import Alone
-from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, ZeroPages
+from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
 from pdjax.disagg.pieces import Arrival, LandingBook, PieceError, Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
@@ -58,6 +58,8 @@ class Decode:
         self._book = LandingBook(registration.state, registration.layout)
         self._arrived: dict[int, Arrival] = {}  # the chunk that the instance is being told of, by slot
         self._draining = Tally()  # over the processes
+        self._emptying = Tally()  # slots that some process has yet to copy out, over the processes
+        self._free_when_empty: set[int] = set()
         self._link_timeout = timeouts.link
         self._admission = Admission(engine)
         self._alone = Alone(self._begin)
@@ -181,9 +183,12 @@ class Decode:
         return self._slots.take()
 
     def free_slot(self, slot: int) -> None:
-        """Give it back."""
+        """Give it back; until the last process has copied it out, peers must not write there."""
         self._book.forget(slot)
-        self._slots.free(slot)
+        if slot in self._emptying:
+            self._free_when_empty.add(slot)
+        else:
+            self._slots.free(slot)
 
     def reserve(self, rid: str, *, share: bool) -> int | None:
         """Pages for its prompt and its first steps."""
@@ -213,7 +218,7 @@ class Decode:
         engine, start = self._engine, self._engine.clock()
         request, arrival = engine.requests[rid], self._arrived[slot]
         destination = request.pages[first_page : first_page + pages]
-        self._order(ScatterChunk(arrival.layout, arrival.chunk, arrival.prompt_tokens, destination))
+        self._copy(slot, ScatterChunk(arrival.layout, arrival.chunk, arrival.prompt_tokens, destination))
         engine.trace.request("scatter", request, start, engine.clock(), pages=pages)
 
     def _begin(self, request: Request) -> bool:
@@ -222,8 +227,8 @@ class Decode:
             return False
         slot = self._slots.take()
         assert slot is not None, "there is a free one"
-        self._order(ZeroPages(slot, request.pages[: self._engine.spec.pages(request.prompt_tokens)]))
-        self._slots.free(slot)
+        self._copy(slot, ZeroPages(slot, request.pages[: self._engine.spec.pages(request.prompt_tokens)]))
+        self.free_slot(slot)
         self._engine.start_decoding(request, OutputToken(request.input_ids[-1], 0.0))
         return True
 
@@ -256,11 +261,16 @@ class Decode:
 
     # The instance's processes
 
-    def _order(self, order: orders.Order) -> None:
-        """Have every process carry out an order."""
+    def _order(self, order: orders.Order) -> orders.Report | None:
+        """Have every process carry out an order. Returns this one's immediate report."""
         if self._processes > 1:
             self._engine.runner.announce(RoleOrder(orders.encode(order)))
-        self._receiver.carry_out(order)
+        return self._receiver.carry_out(order)
+
+    def _copy(self, slot: int, order: ScatterChunk | ZeroPages) -> None:
+        """Have every process copy what it has in a slot into the pool."""
+        self._emptying.begin(slot, self._processes)
+        self._hear(self._order(order))
 
     def _hear(self, report: orders.Report | None) -> None:
         """A process, this one or another, reports."""
@@ -281,6 +291,11 @@ class Decode:
                 self._instance.test_came(number, self._engine.clock())
             case NoticeRefused(reason):
                 self._refuse(reason)
+            case SlotEmptied(slot):
+                if self._emptying.ended(slot) is not None and slot in self._free_when_empty:
+                    self._free_when_empty.remove(slot)
+                    self._slots.free(slot)
+                    self._instance.slot_freed(self._engine.clock())
             case Dry(id):
                 if self._draining.ended(id) is not None:
                     self._instance.drained(id, self._engine.clock())

@@ -98,6 +98,12 @@ class NoticeRefused(msgspec.Struct, frozen=True, tag_field="type", tag="refused"
     reason: str
 
 
+class SlotEmptied(msgspec.Struct, frozen=True, tag_field="type", tag="emptied"):
+    """Decode: this process has carried out the `ScatterChunk` or `ZeroPages` of a slot."""
+
+    slot: int
+
+
 class Dry(msgspec.Struct, frozen=True, tag_field="type", tag="dry"):
     """A `Drain` is done."""
 
@@ -105,7 +111,7 @@ class Dry(msgspec.Struct, frozen=True, tag_field="type", tag="dry"):
 
 
 Order = OpenPath | ClosePath | SendChunk | ScatterChunk | ZeroPages | Drain
-Report = ChunkSent | PathLost | PieceLanded | PathTested | NoticeRefused | Dry
+Report = ChunkSent | PathLost | PieceLanded | PathTested | NoticeRefused | SlotEmptied | Dry
 
 _encoder = msgspec.msgpack.Encoder()
 _orders = msgspec.msgpack.Decoder(Order)

@@ -30,6 +30,10 @@ class Tally:
         """Something of so many parts, 1 or more."""
         self._open[id] = parts, None
 
+    def __contains__(self, id: int) -> bool:
+        """Whether it is not over."""
+        return id in self._open
+
     def ended(self, id: int, error: str | None = None) -> Over | None:
         """One of its parts has ended. Returns what has become of it if that was the last."""
         left, first = self._open[id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 
 from pdjax.disagg import orders
-from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, ZeroPages
+from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import region_of
 from pdjax.engine.runner import Runner
@@ -53,15 +53,18 @@ class Receiver:
         """Compile the scatters, by writing zeros to page 0."""
         self._zero(ZeroPages(0, [0]))
 
-    def carry_out(self, order: orders.Order) -> None:
-        """Do as the leader says."""
+    def carry_out(self, order: orders.Order) -> SlotEmptied | None:
+        """Do as the leader says. Returns what is to be reported at once; the rest comes by `on_event`."""
         match order:
             case ScatterChunk():
                 self._scatter(order)
+                return SlotEmptied(order.chunk.slot)
             case ZeroPages():
                 self._zero(order)
+                return SlotEmptied(order.slot)
             case Drain(id):
                 self.backend.drain(id)
+                return None
             case _:
                 raise TypeError(f"a decode process was told {type(order).__name__}")
 

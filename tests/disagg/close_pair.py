@@ -105,6 +105,7 @@ class ClosePair:
         allocation: str = messages.EARLY,
         overlap: bool = True,
         prefix_cache: bool = True,
+        decode_processes: int = 1,
         **limits: int,
     ) -> None:
         self.prefill, self.decode = Side(), Side()
@@ -136,7 +137,7 @@ class ClosePair:
             )
             side.hello = messages.encode(registration)
             shared: dict[str, Any] = {"network": side, "registration": registration, "timeouts": timeouts}
-            shared |= {"slots": Slots(SLOTS), "processes": 1}
+            shared |= {"slots": Slots(SLOTS), "processes": decode_processes if role == "decode" else 1}
             if role == "prefill":
                 sender = Sender(tiny.runner, **memory)
                 make = lambda engine, p=sender, k=shared, post=side.inbox.put: Prefill(  # noqa: E731

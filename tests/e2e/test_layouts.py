@@ -164,8 +164,9 @@ def test_every_pair_of_layouts_gives_the_tokens_of_one_device(fleet: Fleet, pref
 def test_a_piece_that_one_process_has_damaged_is_sent_again(fleet: Fleet) -> None:
     fleet.order.write_text("damage 1")
     assert is_right(fleet, fleet.room("tp4", "tp4"))
-    assert at_rest(fleet.decode["tp4"])["pdjax_damaged_chunks_total"] == 1
-    at_rest(fleet.prefill["tp4"])
+    until(lambda: fleet.decode["tp4"].metrics()["pdjax_damaged_chunks_total"] == 1, fleet.decode["tp4"])
+    for part in (fleet.prefill["tp4"], fleet.decode["tp4"]):
+        at_rest(part)
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

@@ -181,6 +181,10 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             self._paths.moved(room.link, now)
         self._feed(room, decode_room.Landed(notice), now)
 
+    def slot_freed(self, now: float) -> None:
+        """A slot that was given back can be taken only now."""
+        self._grant_slots(now)
+
     def drained(self, id: int, now: float) -> None:
         """The transfer worker has run dry after a `drain`."""
         self._feed(self._drains.pop(id), decode_room.Drained(), now)
