@@ -71,14 +71,15 @@ class Pdjax:
                 self._take(free, credits, under_way)
             free[slot] = credits[slot] = False
             notice = bytes([number, slot])
-            with self._backend.mapped("peer", _RING) as ring:
-                if ring is not None:
+            begin, nbytes = slot * self._slot_bytes, len(pages) * self._page_bytes
+            with self._backend.mapped("peer", _RING, begin, nbytes) as address:
+                if address is not None:
                     whole = {"heads": range(self._work.heads), "layers": range(LAYERS)}
-                    native.gather_to(ring + slot * self._slot_bytes, self._pool, np.array(pages, np.int32), **whole)
+                    native.gather_to(address, self._pool, np.array(pages, np.int32), **whole)
                     under_way[self._write(_SOURCE, 0, 0, notice)] = slot
                     continue
-            nbytes = self._gather(slot, pages)
-            under_way[self._write(_SOURCE + slot, slot * self._slot_bytes, nbytes, notice)] = slot
+            self._gather(slot, pages)
+            under_way[self._write(_SOURCE + slot, begin, nbytes, notice)] = slot
         while not (all(free) and all(credits)):
             self._take(free, credits, under_way)
 
@@ -110,13 +111,12 @@ class Pdjax:
         self._credits = np.zeros(4096, np.uint8)
         self._backend.register(_SOURCE, self._credits.ctypes.data, self._credits.nbytes)
 
-    def _gather(self, slot: int, pages: list[int]) -> int:
-        """Fill a source slot. Returns its bytes."""
+    def _gather(self, slot: int, pages: list[int]) -> None:
+        """Fill a source slot."""
         ids = np.zeros(self._slot_pages, np.int32)
         ids[: len(pages)] = pages
         staged = gather_pages(self._pool, ids, len(pages), self._slots[slot], heads=self._work.heads)
         self._slots[slot] = jax.block_until_ready(staged)
-        return len(pages) * self._page_bytes
 
     def _write(self, region: int, peer_offset: int, nbytes: int, notice: bytes) -> int:
         self._writes += 1

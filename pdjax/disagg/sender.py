@@ -5,16 +5,19 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import numpy as np
+
 from pdjax.disagg import orders
 from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk
 from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import Rank, in_order
 from pdjax.engine.runner import Runner
+from pdjax.kernels import native
 from pdjax.transfer.backend import PeerLost, TransferBackend, TransferError, Write, WriteDone, WriteFailed
 from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan, plan
 from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
-from pdjax.transfer.staging import Device, SourceStaging, local_shards, pages_of
+from pdjax.transfer.staging import Device, SourceStaging, checksum_of, local_pages, local_shards, pages_of
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,10 @@ class _Peer:
     ranks: list[Rank]
     slot_bytes: list[int]
     names: list[str]
+
+    def offset(self, order: SendChunk, transfer: Transfer) -> int:
+        """Where a piece of a chunk begins in its destination's region, in bytes."""
+        return order.chunk.slot * self.slot_bytes[transfer.piece.destination] + transfer.destination_offset
 
 
 class Sender:
@@ -160,11 +167,42 @@ class Sender:
         ]
         if not mine:
             return ChunkSent(order.id, None)
-        self._gather(order, pieces, chunk)
         self._tally.begin(order.id, len(mine))
-        for number, transfer in mine:
-            self._write(order, peer, number, transfer)
+        # Each piece by itself: two ranks of the peer may be reached in different ways.
+        staged = [each for each in mine if not self._store(order, peer, pieces, chunk, *each)]
+        if staged:
+            self._gather(order, pieces, chunk)
+        for number, transfer in staged:
+            staging = self._staging[transfer.piece.source]
+            offset, nbytes = transfer.source_offset, transfer.nbytes
+            checksum = staging.checksum(order.slot, offset, nbytes) if self._verify else None
+            self._write(order, peer, number, transfer, checksum, nbytes=nbytes)
         return None
+
+    def _store(
+        self, order: SendChunk, peer: _Peer, pieces: TransferPlan, chunk: Chunk, number: int, transfer: Transfer
+    ) -> bool:
+        """Gather a piece where it is to land, if that is mapped here, and tell the peer. Returns whether it is."""
+        if not native.is_loaded():
+            return False
+        piece = transfer.piece
+        place, shard = pieces.source_places[piece.source], local_shards(self._runner.pool)[self._devices[piece.source]]
+        pages = pieces.pages(chunk, piece.page_class)
+        page_ids = local_pages(pages, order.page_ids, first=chunk.first_page, cp=self._layout.cp)
+        name, region = peer.names[piece.destination], peer.ranks[piece.destination].region
+        with self.backend.mapped(name, region, peer.offset(order, transfer), transfer.nbytes) as address:
+            if address is None:
+                return False
+            native.gather_to(
+                address,
+                shard,
+                np.array(page_ids, np.int32),
+                heads=range(piece.heads.start - place.heads.start, piece.heads.stop - place.heads.start),
+                layers=range(piece.layers.start - place.layers.start, piece.layers.stop - place.layers.start),
+            )
+            checksum = checksum_of(address, transfer.nbytes) if self._verify else None
+        self._write(order, peer, number, transfer, checksum, nbytes=0)
+        return True
 
     def _gather(self, order: SendChunk, pieces: TransferPlan, chunk: Chunk) -> None:
         """Fill the slot of each of this process's ranks that has a part of the chunk."""
@@ -175,9 +213,11 @@ class Sender:
         for staging in self._staging.values():
             staging.wait(order.slot)
 
-    def _write(self, order: SendChunk, peer: _Peer, number: int, transfer: Transfer) -> None:
+    def _write(
+        self, order: SendChunk, peer: _Peer, number: int, transfer: Transfer, checksum: int | None, *, nbytes: int
+    ) -> None:
+        """Send a piece, or with no bytes only the word that it is there."""
         staging, rank = self._staging[transfer.piece.source], transfer.piece.destination
-        offset, nbytes = transfer.source_offset, transfer.nbytes
         notice = messages.PieceNotice(
             chunk=order.chunk,
             prompt_tokens=order.prompt_tokens,
@@ -185,18 +225,18 @@ class Sender:
             piece=number,
             rank=rank,
             offset=transfer.destination_offset,
-            nbytes=nbytes,
+            nbytes=transfer.nbytes,
             posted_at=time.time(),
-            checksum=staging.checksum(order.slot, offset, nbytes) if self._verify else None,
+            checksum=checksum,
         )
         self.backend.write(
             Write(
                 id=self._new_write(order.id),
                 peer=peer.names[rank],
                 region=staging.region(order.slot),
-                offset=offset,
+                offset=transfer.source_offset,
                 peer_region=peer.ranks[rank].region,
-                peer_offset=order.chunk.slot * peer.slot_bytes[rank] + transfer.destination_offset,
+                peer_offset=peer.offset(order, transfer),
                 nbytes=nbytes,
                 notice=messages.encode(notice),
                 deadline=time.monotonic() + order.seconds,

@@ -118,9 +118,10 @@ class TransferBackend(Protocol):
         """Start a write. Its end comes as an event, failures included."""
         ...
 
-    def mapped(self, peer: str, region: int) -> AbstractContextManager[int | None]:
-        """Where a peer's region lies in this process, or None. The address is good within the context, also if the peer
-        is lost meanwhile. Whoever has filled a range of it tells the peer by a `write` of no bytes."""
+    def mapped(self, peer: str, region: int, offset: int, nbytes: int) -> AbstractContextManager[int | None]:
+        """Where a range of a peer's region lies in this process, or None: not at all, or there is no such range. The
+        address is good within the context, also if the peer is lost meanwhile. Whoever has filled the range tells the
+        peer by a `write` of no bytes."""
         ...
 
     def drain(self, id: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -52,7 +52,12 @@ def pages_of(blocks: Sequence[Block], page_ids: Sequence[int], *, first: int, cp
         page_ids: the request's pages, as the pool numbers them, from the chunk's `first` page on.
         cp: over how many parts the request's pages are dealt out: a rank knows page i as its (i // cp)-th.
     """
-    return [(block, [page_ids[page // cp - first // cp] for page in block.pages]) for block in blocks]
+    return [(block, local_pages(block.pages, page_ids, first=first, cp=cp)) for block in blocks]
+
+
+def local_pages(pages: Iterable[int], page_ids: Sequence[int], *, first: int, cp: int) -> list[int]:
+    """Pages of the request as a rank's pool numbers them: see `pages_of`."""
+    return [page_ids[page // cp - first // cp] for page in pages]
 
 
 class Slots:

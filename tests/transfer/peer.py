@@ -144,12 +144,13 @@ for text in sys.stdin:
             quiet = command["quiet"]
             say(answer="quiet", heard=len(heard))
         case "hold":  # memory of a peer, until it is let go
-            holding = backend.mapped(command["peer"], command.get("peer_region", 1))
+            where = command.get("peer_region", 1), command.get("peer_offset", 0), command.get("nbytes", 5000)
+            holding = backend.mapped(command["peer"], *where)
             held = holding.__enter__()
             say(answer="hold", mapped=held is not None)
         case "store":
             assert held is not None
-            ctypes.memmove(held + command["peer_offset"], source[command["offset"] :].ctypes.data, command["nbytes"])
+            ctypes.memmove(held, source[command["offset"] :].ctypes.data, command["nbytes"])
             say(answer="store")
         case "let_go":
             holding.__exit__(None, None, None)

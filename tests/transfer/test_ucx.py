@@ -35,12 +35,10 @@ def test_what_is_stored_in_mapped_memory_is_there_when_a_write_of_no_bytes_tells
     source, target = start("mapped", SMALL), start("mapped", SMALL)
     connect(source, target)
     sent = source.ask("fill", seed=3, offset=64, nbytes=5000)["digest"]
-    assert (
-        not source.ask("hold", peer="nobody")["mapped"]
-        and not source.ask("hold", peer="target", peer_region=9)["mapped"]
-    )
-    assert source.ask("hold", peer="target")["mapped"]
-    source.ask("store", offset=64, peer_offset=100, nbytes=5000)
+    for nowhere in ({"peer": "nobody"}, {"peer_region": 9}, {"peer_offset": SMALL - 4999}, {"peer_offset": -1}):
+        assert not source.ask("hold", **({"peer": "target"} | nowhere))["mapped"]
+    assert source.ask("hold", peer="target", peer_offset=100)["mapped"]
+    source.ask("store", offset=64, nbytes=5000)
     source.do("write", id=1, peer="target", offset=0, peer_offset=0, nbytes=0, notice="#100,5000")
     assert target.event("landed")["digest"] == sent
     source.event("done", id=1)
@@ -60,10 +58,10 @@ def test_mapped_memory_stays_until_it_is_let_go_though_its_peer_is_gone(start: C
         source.event("lost", peer="target")
     else:
         source.do("disconnect", peer="target")
-    source.ask("store", offset=0, peer_offset=0, nbytes=5000)
+    source.ask("store", offset=0, nbytes=5000)
     source.do("write", id=1, peer="target", offset=0, peer_offset=0, nbytes=0, notice="n")
     assert "no peer named 'target'" in source.event("write_failed", id=1)["cause"]
-    source.ask("store", offset=0, peer_offset=0, nbytes=5000)
+    source.ask("store", offset=0, nbytes=5000)
     source.ask("let_go")
     assert not source.ask("hold", peer="target")["mapped"]
 

@@ -126,7 +126,7 @@ class CourierBackend:
         """Start a write; its end is an event."""
         self._commands.post(lambda: self._start(write))
 
-    def mapped(self, peer: str, region: int) -> AbstractContextManager[int | None]:
+    def mapped(self, peer: str, region: int, offset: int, nbytes: int) -> AbstractContextManager[int | None]:
         """Nowhere: see `TransferBackend`."""
         return nullcontext()
 

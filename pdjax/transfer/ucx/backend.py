@@ -109,9 +109,9 @@ class UcxBackend:
         """Start a write; its end is an event."""
         self._commands.post(lambda: self._start(write))
 
-    def mapped(self, peer: str, region: int) -> AbstractContextManager[int | None]:
-        """Where a peer's region lies in this process, within the context: see `TransferBackend`."""
-        return self._paths.mapped(peer, region)
+    def mapped(self, peer: str, region: int, offset: int, nbytes: int) -> AbstractContextManager[int | None]:
+        """Where a range of a peer's region lies in this process, within the context: see `TransferBackend`."""
+        return self._paths.mapped(peer, region, offset, nbytes)
 
     def drain(self, id: int) -> None:
         """Report `Drained` once nothing is left to receive from peers that are gone."""

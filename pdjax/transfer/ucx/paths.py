@@ -63,15 +63,16 @@ class Paths:
         return f"mapped, notices by {peer.lanes}" if peer.mapped else peer.lanes
 
     @contextmanager
-    def mapped(self, name: str, region: int) -> Iterator[int | None]:
-        """Where a peer's region is mapped, or None. May be called from any thread; one of them at a time gets it."""
+    def mapped(self, name: str, region: int, offset: int, nbytes: int) -> Iterator[int | None]:
+        """Where a range is mapped, or None. Any thread may call; one at a time gets a peer's memory."""
         peer = self._peers.get(name)
         target = peer.targets.get(region) if peer is not None else None
-        if peer is None or target is None or target.mapped is None or not peer.in_use.acquire(blocking=False):
+        mapped = target.mapped if target is not None and 0 <= offset <= target.nbytes - nbytes else None
+        if peer is None or mapped is None or not peer.in_use.acquire(blocking=False):
             yield None
             return
         try:
-            yield target.mapped
+            yield mapped + offset
         finally:
             peer.in_use.release()
 
