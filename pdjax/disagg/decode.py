@@ -227,7 +227,8 @@ class Decode:
             return False
         slot = self._slots.take()
         assert slot is not None, "there is a free one"
-        self._copy(slot, ZeroPages(slot, request.pages[: self._engine.spec.pages(request.prompt_tokens)]))
+        pages = request.pages[: self._engine.spec.pages(request.prompt_tokens)]
+        self._copy(slot, ZeroPages(slot, request.dp_rank, pages))
         self.free_slot(slot)
         self._engine.start_decoding(request, OutputToken(request.input_ids[-1], 0.0))
         return True

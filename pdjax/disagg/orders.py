@@ -53,9 +53,10 @@ class ScatterChunk(msgspec.Struct, frozen=True, tag_field="type", tag="scatter")
 
 
 class ZeroPages(msgspec.Struct, frozen=True, tag_field="type", tag="zero"):
-    """Decode: fill pages of the pool with zeros, by way of a slot."""
+    """Decode: fill pages of a dp rank's pool with zeros, by way of a slot."""
 
     slot: int
+    dp_rank: int
     page_ids: list[int]
 
 

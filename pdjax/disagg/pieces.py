@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice
-from pdjax.transfer.layout import Chunk, Layout, LayoutError, Transfer, plan
+from pdjax.disagg.protocol.topology import plan_of_room
+from pdjax.transfer.layout import Chunk, Layout, LayoutError, Transfer
 
 
 class PieceError(Exception):
@@ -103,7 +104,7 @@ class LandingBook:
     def _expect(self, notice: PieceNotice) -> Arrival:
         chunk = notice.chunk
         try:
-            pieces = plan(self._spec, notice.layout, self._layout)
+            pieces = plan_of_room(self._spec, notice.layout, self._layout, chunk.room)
         except LayoutError as error:
             raise PieceError(f"a piece of a layout that cannot be: {error}") from error
         transfers = pieces.transfers(Chunk(chunk.first_page, chunk.pages, notice.prompt_tokens))

@@ -7,10 +7,10 @@ import jax
 from pdjax.disagg import orders
 from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.topology import region_of
+from pdjax.disagg.protocol.topology import plan_of_room, region_of
 from pdjax.engine.runner import Runner
 from pdjax.transfer.backend import Drained, Notice, TransferBackend
-from pdjax.transfer.layout import Block, Chunk, Layout, Span, plan
+from pdjax.transfer.layout import Block, Chunk, Layout, Span
 from pdjax.transfer.path_test import PathTestCells
 from pdjax.transfer.staging import Device, LandingRing, local_shards, pages_of, with_new_shards
 
@@ -51,7 +51,8 @@ class Receiver:
 
     def warm_up(self) -> None:
         """Compile the scatters, by writing zeros to page 0."""
-        self._zero(ZeroPages(0, [0]))
+        for dp_rank in range(self._layout.dp):
+            self._zero(ZeroPages(0, dp_rank, [0]))
 
     def carry_out(self, order: orders.Order) -> SlotEmptied | None:
         """Do as the leader says. Returns what is to be reported at once; the rest comes by `on_event`."""
@@ -93,8 +94,12 @@ class Receiver:
         return PieceLanded(notice, found is not None and found == notice.checksum)
 
     def _zero(self, order: ZeroPages) -> None:
+        holders = {place.rank for place in self._layout.places(self._runner.spec, order.dp_rank)}
+
         def scatter(device: Device, shard: jax.Array) -> jax.Array:
             ring, layers = self._rings[self._rank_of[device]], Span(0, shard.shape[0])
+            if self._rank_of[device] not in holders:
+                return shard
             ring.clear(order.slot)
             for first in range(0, len(order.page_ids), ring.slot_pages):
                 page_ids = order.page_ids[first : first + ring.slot_pages]
@@ -105,7 +110,7 @@ class Receiver:
 
     def _scatter(self, order: ScatterChunk) -> None:
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
-        pieces = plan(self._runner.spec, order.layout, self._layout)
+        pieces = plan_of_room(self._runner.spec, order.layout, self._layout, order.chunk.room)
 
         def scatter(device: Device, shard: jax.Array) -> jax.Array:
             rank = self._rank_of[device]

@@ -11,11 +11,11 @@ from pdjax.disagg import orders
 from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk
 from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.topology import Rank, in_order
+from pdjax.disagg.protocol.topology import Rank, in_order, plan_of_room
 from pdjax.engine.runner import Runner
 from pdjax.kernels import native
 from pdjax.transfer.backend import PeerLost, TransferBackend, TransferError, Write, WriteDone, WriteFailed
-from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan, plan
+from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan
 from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
 from pdjax.transfer.staging import Device, SourceStaging, checksum_of, local_pages, local_shards, pages_of
 
@@ -158,8 +158,7 @@ class Sender:
         if peer is None:
             return ChunkSent(order.id, f"the path of {order.link} is closed")
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
-        # Among ranks with copies each room has another one send.
-        pieces = plan(self._runner.spec, self._layout, peer.layout, turn=order.chunk.room % self._layout.ranks)
+        pieces = plan_of_room(self._runner.spec, self._layout, peer.layout, order.chunk.room)
         mine = [
             (number, transfer)
             for number, transfer in enumerate(pieces.transfers(chunk))

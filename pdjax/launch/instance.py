@@ -169,8 +169,8 @@ def _bury(role: str, problem: str, open_requests: list[str], frontend: Frontend)
 
 
 def _check(role: str, config: Config) -> None:
-    if role != "unified" and config.instance.groups > 1:
-        raise StartError(f"a {role} instance with Instance.dp or cp above 1 is not served yet: cut it by tp alone")
+    if role != "unified" and config.instance.cp > 1:
+        raise StartError(f"a {role} instance with Instance.cp above 1 is not served yet: cut it by dp and tp alone")
 
 
 def _descriptions(own: bytes, leading: Leading | None) -> list[bytes]:

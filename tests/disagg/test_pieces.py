@@ -12,15 +12,19 @@ from hypothesis import given
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.pieces import LandingBook, PieceError, Tally
 from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice, decode_notice, encode
+from pdjax.disagg.protocol.topology import plan_of_room
 from pdjax.transfer.backend import MAX_NOTICE
-from pdjax.transfer.layout import Chunk, Layout, plan
+from pdjax.transfer.layout import Chunk, Layout
 
 SPEC = StateSpec("kv", layers=4, heads=4, head_dim=8, page_size=4, dtype="bfloat16")
-LAYOUTS = [Layout(tp=tp, cp=cp, pp=pp) for tp in (1, 2, 4, 8) for cp in (1, 2) for pp in (1, 2)]
+LAYOUTS = [
+    Layout(tp=tp, dp=dp, cp=cp, pp=pp) for tp in (1, 2, 4, 8) for dp in (1, 2, 3) for cp in (1, 2) for pp in (1, 2)
+]
 
 
 def pieces_of(chunk: ChunkNotice, source: Layout, destination: Layout) -> list[PieceNotice]:
-    transfers = plan(SPEC, source, destination, turn=chunk.room).transfers(Chunk(chunk.first_page, chunk.pages, 50))
+    whole = plan_of_room(SPEC, source, destination, chunk.room)
+    transfers = whole.transfers(Chunk(chunk.first_page, chunk.pages, 50))
     return [
         PieceNotice(chunk, 50, source, number, t.piece.destination, t.destination_offset, t.nbytes, 9.0 - number, 7)
         for number, t in enumerate(transfers)

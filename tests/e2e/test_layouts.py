@@ -41,6 +41,7 @@ LAYOUTS = {
     "tp1": "smollm2.gin",
     "tp2": "tp2.gin",
     "tp4": "tp4_two_processes.gin",  # of two heads: each is on both devices of a process
+    "dp2": "dp2.gin",  # rooms go to either device by their number
 }
 PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
 LENGTHS = (1, PAGE - 1, PAGE, PAGE * 8, PAGE * 8 + 1, 100)

@@ -240,8 +240,6 @@ def mismatch(prefill: Registration, decode: Registration) -> str | None:
         absent = incomplete(side.layout, side.ranks)
         if absent is not None:
             return f"{side.role} is not ready: {absent}"
-        if side.layout.dp > 1:
-            return f"layout: {side.role} has {side.layout.dp} dp groups, and rooms move between single groups only"
     if decode.slots < 1 or decode.slot_pages < 1:
         return f"decode has no staging ring: {decode.slots} slots of {decode.slot_pages} pages"
     try:

@@ -9,7 +9,8 @@ import itertools
 
 import msgspec
 
-from pdjax.transfer.layout import Layout
+from pdjax.cache.spec import StateSpec
+from pdjax.transfer.layout import Layout, TransferPlan, plan
 
 AXES = ("dp", "cp", "pp", "tp")
 
@@ -72,7 +73,7 @@ def incomplete(layout: Layout, ranks: list[Rank]) -> str | None:
 
 
 def follow_bootstrap_room(room: int, layout: Layout, forced: int | None = None) -> int:
-    """The prefill dp rank that a room belongs to.
+    """The dp rank that a room belongs to, on either side.
 
     Raises:
         ValueError: the request asks for another rank than the room's.
@@ -84,6 +85,25 @@ def follow_bootstrap_room(room: int, layout: Layout, forced: int | None = None) 
             f"{forced}: choose a room that fits, or leave the rank out"
         )
     return rank
+
+
+def plan_of_room(spec: StateSpec, prefill: Layout, decode: Layout, room: int) -> TransferPlan:
+    """How a room's state moves: between the dp ranks that it belongs to on both sides. Among ranks with copies, each
+    room has another one send.
+
+    Raises:
+        LayoutError: it can't be moved between such layouts.
+    """
+    for side in (prefill, decode):
+        side.check(spec)
+    return plan(
+        spec,
+        prefill,
+        decode,
+        source_dp_rank=follow_bootstrap_room(room, prefill),
+        destination_dp_rank=follow_bootstrap_room(room, decode),
+        turn=room,
+    )
 
 
 def _of(rank: Rank) -> str:
