@@ -86,7 +86,7 @@ class Peer:
     def __init__(self, name: str, python: Path, dtype: str) -> None:
         script = Path(__file__).absolute().parent / "peers" / PEER_SCRIPTS[name]
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != "PYTHONPATH"},  # it has packages of its own
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "0-1",
