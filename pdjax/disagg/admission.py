@@ -35,6 +35,8 @@ class Admission:
         Returns how many pages, from the first on, hold the prompt already; or None: not now.
         """
         engine, rank = self._engine, request.dp_rank
+        if not engine.has_free_row():
+            return None  # asked before each step while one waits: nothing below is worth its time
         if any(out.priority >= request.priority for out in self.retraction.out if out.dp_rank == rank):
             return None
         engine.publish_prompts()

@@ -25,7 +25,6 @@ from pdjax.engine.request import OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
-from pdjax.transfer.layout import Layout
 from pdjax.transfer.staging import Slots
 
 
@@ -55,6 +54,7 @@ class Decode:
         self._receiver = receiver
         self._slots = slots
         self._processes = processes
+        self._layout = registration.layout
         self._book = LandingBook(registration.state, registration.layout)
         self._arrived: dict[int, Arrival] = {}  # the chunk that the instance is being told of, by slot
         self._draining = Tally()  # over the processes
@@ -77,7 +77,7 @@ class Decode:
         if request.alone:
             self._alone.push(request)
             return
-        request.dp_rank = follow_bootstrap_room(rendezvous.room, Layout(dp=self._engine.runner.dp))
+        request.dp_rank = follow_bootstrap_room(rendezvous.room, self._layout)
         self._timelines[request.rid] = RoomTimeline(request.arrived)
         ask = DecodeAsk(
             rid=request.rid,

@@ -22,7 +22,6 @@ from pdjax.engine.request import Finish, OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
-from pdjax.transfer.layout import Layout
 from pdjax.transfer.staging import Slots
 
 
@@ -54,6 +53,7 @@ class Prefill:
         self._sender = sender
         self._slots = slots
         self._processes = processes
+        self._layout = registration.layout
         self._post = post
         self._sending = Tally()  # chunks, over the processes
         self._alone = Alone(self._begin)
@@ -74,7 +74,7 @@ class Prefill:
         if request.alone:
             self._alone.push(request)
             return
-        request.dp_rank = follow_bootstrap_room(rendezvous.room, Layout(dp=self._engine.runner.dp))
+        request.dp_rank = follow_bootstrap_room(rendezvous.room, self._layout)
         ask = PrefillAsk(
             rid=request.rid,
             room=rendezvous.room,

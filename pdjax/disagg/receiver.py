@@ -6,47 +6,29 @@ import jax
 
 from pdjax.disagg import orders
 from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
+from pdjax.disagg.part import Part
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import plan_of_room, region_of
-from pdjax.engine.runner import Runner
-from pdjax.transfer.backend import Drained, Notice, TransferBackend
-from pdjax.transfer.layout import Block, Chunk, Layout, Span
+from pdjax.transfer.backend import Drained, Notice
+from pdjax.transfer.layout import Block, Chunk, Span
 from pdjax.transfer.path_test import PathTestCells
 from pdjax.transfer.staging import Device, LandingRing, local_shards, pages_of, with_new_shards
 
 
 class Receiver:
-    """See `pdjax.disagg.orders`. `carry_out` belongs to the device thread; `on_event` to one thread, any.
+    """See `pdjax.disagg.orders`. `carry_out` belongs to the device thread; `on_event` to one thread, any."""
 
-    Args:
-        layout: of this instance.
-        devices: of this process, by the numbers of their ranks in the layout.
-        verify: whether pieces carry checksums.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        layout: Layout,
-        devices: dict[int, Device],
-        slots: int,
-        slot_pages: int,
-        backend: TransferBackend,
-        verify: bool,
-    ) -> None:
-        self.backend = backend
-        self.test_cells = PathTestCells(backend, receives=True)
-        self._runner = runner
-        self._layout = layout
-        self._verify = verify
-        shards = local_shards(runner.pool)
-        self._rank_of = {device: rank for rank, device in devices.items()}
+    def __init__(self, part: Part) -> None:
+        self.backend = part.backend
+        self.test_cells = PathTestCells(part.backend, receives=True)
+        self._runner = part.runner
+        self._layout = part.layout
+        self._verify = part.verify
+        sizes = {"slots": part.slots, "slot_pages": part.slot_pages, "backend": part.backend}
+        shards = local_shards(part.runner.pool)
+        self._rank_of = {device: rank for rank, device in part.devices.items()}
         self._rings = {
-            rank: LandingRing(
-                shards[device], slots=slots, slot_pages=slot_pages, backend=backend, region=region_of(rank)
-            )
-            for rank, device in devices.items()
+            rank: LandingRing(shards[device], region=region_of(rank), **sizes) for rank, device in part.devices.items()
         }
 
     def warm_up(self) -> None:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
 from pdjax.disagg import orders
 from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk
+from pdjax.disagg.part import Part
 from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import Rank, in_order, plan_of_room
-from pdjax.engine.runner import Runner
 from pdjax.kernels import native
-from pdjax.transfer.backend import PeerLost, TransferBackend, TransferError, Write, WriteDone, WriteFailed
+from pdjax.transfer.backend import PeerLost, TransferError, Write, WriteDone, WriteFailed
 from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan
 from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
 from pdjax.transfer.staging import Device, SourceStaging, checksum_of, local_pages, local_shards, pages_of
@@ -35,37 +36,20 @@ class _Peer:
 
 
 class Sender:
-    """See `pdjax.disagg.orders`. `carry_out` belongs to the device thread; `on_event` to one thread, any.
+    """See `pdjax.disagg.orders`. `carry_out` belongs to the device thread; `on_event` to one thread, any."""
 
-    Args:
-        layout: of this instance.
-        devices: of this process, by the numbers of their ranks in the layout.
-        verify: whether pieces carry checksums.
-    """
-
-    def __init__(
-        self,
-        runner: Runner,
-        *,
-        layout: Layout,
-        devices: dict[int, Device],
-        slots: int,
-        slot_pages: int,
-        backend: TransferBackend,
-        verify: bool,
-    ) -> None:
-        self.backend = backend
-        self._test_cells = PathTestCells(backend, receives=False)
-        self._runner = runner
-        self._layout = layout
-        self._devices = devices
-        self._verify = verify
-        shards = local_shards(runner.pool)
+    def __init__(self, part: Part) -> None:
+        self.backend = part.backend
+        self._test_cells = PathTestCells(part.backend, receives=False)
+        self._runner = part.runner
+        self._layout = part.layout
+        self._devices = part.devices
+        self._verify = part.verify
+        sizes = {"slots": part.slots, "slot_pages": part.slot_pages, "backend": part.backend}
+        shards = local_shards(part.runner.pool)
         self._staging = {
-            rank: SourceStaging(
-                shards[device], slots=slots, slot_pages=slot_pages, backend=backend, first_region=1 + rank * slots
-            )
-            for rank, device in devices.items()
+            rank: SourceStaging(shards[device], first_region=1 + rank * part.slots, **sizes)
+            for rank, device in part.devices.items()
         }
         self._peers: dict[str, _Peer] = {}
         self._tally = Tally()  # of pieces, by chunk
@@ -168,9 +152,10 @@ class Sender:
             return ChunkSent(order.id, None)
         self._tally.begin(order.id, len(mine))
         # Each piece by itself: two ranks of the peer may be reached in different ways.
-        staged = [each for each in mine if not self._store(order, peer, pieces, chunk, *each)]
+        shards = local_shards(self._runner.pool)
+        staged = [each for each in mine if not self._store(order, peer, pieces, chunk, shards, *each)]
         if staged:
-            self._gather(order, pieces, chunk)
+            self._gather(order, pieces, chunk, shards)
         for number, transfer in staged:
             staging = self._staging[transfer.piece.source]
             offset, nbytes = transfer.source_offset, transfer.nbytes
@@ -179,13 +164,20 @@ class Sender:
         return None
 
     def _store(
-        self, order: SendChunk, peer: _Peer, pieces: TransferPlan, chunk: Chunk, number: int, transfer: Transfer
+        self,
+        order: SendChunk,
+        peer: _Peer,
+        pieces: TransferPlan,
+        chunk: Chunk,
+        shards: dict[Device, jax.Array],
+        number: int,
+        transfer: Transfer,
     ) -> bool:
         """Gather a piece where it is to land, if that is mapped here, and tell the peer. Returns whether it is."""
         if not native.is_loaded():
             return False
         piece = transfer.piece
-        place, shard = pieces.source_places[piece.source], local_shards(self._runner.pool)[self._devices[piece.source]]
+        place, shard = pieces.source_places[piece.source], shards[self._devices[piece.source]]
         pages = pieces.pages(chunk, piece.page_class)
         page_ids = local_pages(pages, order.page_ids, first=chunk.first_page, cp=self._layout.cp)
         name, region = peer.names[piece.destination], peer.ranks[piece.destination].region
@@ -203,9 +195,8 @@ class Sender:
         self._write(order, peer, number, transfer, checksum, nbytes=0)
         return True
 
-    def _gather(self, order: SendChunk, pieces: TransferPlan, chunk: Chunk) -> None:
+    def _gather(self, order: SendChunk, pieces: TransferPlan, chunk: Chunk, shards: dict[Device, jax.Array]) -> None:
         """Fill the slot of each of this process's ranks that has a part of the chunk."""
-        shards = local_shards(self._runner.pool)
         for rank, staging in self._staging.items():
             parts = pages_of(pieces.gathers(rank, chunk), order.page_ids, first=chunk.first_page, cp=self._layout.cp)
             staging.gather(order.slot, shards[self._devices[rank]], parts)

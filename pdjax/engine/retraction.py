@@ -113,16 +113,10 @@ class Retraction:
     def _retract(self, request: Request) -> None:
         """Take a request out of the pool. Nothing of it is under way."""
         engine = self._engine
-        if request.rid not in engine.scheduler.running:
-            self._counters["retractions"] += 1
-            engine.scheduler.remove(request.rid)
-            engine.give_back_pages(request)
-            request.computed = 0
-            self._requeue(request)
-            return
+        decodes = request.rid in engine.scheduler.running
         pages = request.pages[: engine.spec.pages(request.next_position)]
         bound = engine.limits.host_pages
-        if bound and self._host_pages() + len(pages) > bound:
+        if decodes and bound and self._host_pages() + len(pages) > bound:
             reason = (
                 f"the pool of {engine.prefix.rank_capacity} pages is full, and so are the {bound} pages of host memory "
                 "for requests that have to leave it; try again later"
@@ -131,5 +125,9 @@ class Retraction:
             return
         self._counters["retractions"] += 1
         engine.scheduler.remove(request.rid)
-        self._out[request.rid] = _Out(request, self._host.save(pages, request.dp_rank))
+        if decodes:
+            self._out[request.rid] = _Out(request, self._host.save(pages, request.dp_rank))
         engine.give_back_pages(request)
+        if not decodes:
+            request.computed = 0
+            self._requeue(request)

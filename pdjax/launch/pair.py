@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pdjax.config import Config
 from pdjax.disagg.decode import Decode
+from pdjax.disagg.part import Part
 from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.prefill_room import Timeouts
@@ -48,7 +49,7 @@ def make_part(role: str, config: Config, core: Core, post: Callable[[object], No
     """
     backend = start_backend(config, post)
     print(f"pdjax {role}: transfer: {backend.summary}", file=sys.stderr, flush=True)
-    return (Sender if role == "prefill" else Receiver)(
+    own = Part(
         core.runner,
         layout=core.layout,
         devices=core.local_devices,
@@ -57,6 +58,7 @@ def make_part(role: str, config: Config, core: Core, post: Callable[[object], No
         backend=backend,
         verify=_verify(config),
     )
+    return Sender(own) if role == "prefill" else Receiver(own)
 
 
 def make_pair(

@@ -12,6 +12,7 @@ import numpy as np
 from small_engine import EOS, TinyModel
 
 from pdjax.disagg.decode import Decode
+from pdjax.disagg.part import Part
 from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.prefill_room import Timeouts
@@ -139,12 +140,12 @@ class ClosePair:
             shared: dict[str, Any] = {"network": side, "registration": registration, "timeouts": timeouts}
             shared |= {"slots": Slots(SLOTS), "processes": decode_processes if role == "decode" else 1}
             if role == "prefill":
-                sender = Sender(tiny.runner, **memory)
+                sender = Sender(Part(tiny.runner, **memory))
                 make = lambda engine, p=sender, k=shared, post=side.inbox.put: Prefill(  # noqa: E731
                     engine, sender=p, post=post, **k
                 )
             else:
-                receiver = Receiver(tiny.runner, **memory)
+                receiver = Receiver(Part(tiny.runner, **memory))
                 make = lambda engine, p=receiver, k=shared: Decode(engine, receiver=p, **k)  # noqa: E731
             side.engine = Engine(
                 inbox=side.inbox,

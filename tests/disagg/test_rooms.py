@@ -293,15 +293,22 @@ def test_a_room_that_nobody_claims_fails_within_its_bound_and_says_so() -> None:
     assert "no decode instance claimed room 0" in world.ended["prefill"][0]
 
 
-def test_a_notice_that_lies_about_its_pages_fails_the_room_and_writes_nothing() -> None:
-    world = World(seed=1, prompt_pages=3, chunk_pages=3)
-    world.request()
-    world.claim()
+def first_write(world: World) -> messages.ChunkNotice:
+    """The first chunk that is sent, on its way to whatever a test makes of it."""
     while not world.writes:
         world.random.choice(world.moves())()
     chunk, notice = world.writes.popleft()
     world.unreported.append(chunk)
-    world.feed_decode(decode_room.Landed(messages.ChunkNotice(ROOM, 42, chunk, notice.slot, 2, 5, notice.nbytes)))
+    return notice
+
+
+def test_a_notice_that_lies_about_its_pages_fails_the_room_and_writes_nothing() -> None:
+    world = World(seed=1, prompt_pages=3, chunk_pages=3)
+    world.request()
+    world.claim()
+    notice = first_write(world)
+    lie = messages.ChunkNotice(ROOM, 42, notice.chunk, notice.slot, 2, 5, notice.nbytes)
+    world.feed_decode(decode_room.Landed(lie))
     world.run()
     world.check_ended()
     assert not any(world.pages) and "speaks of" in world.ended["decode"][0]
@@ -311,10 +318,7 @@ def test_a_chunk_for_a_page_that_was_not_asked_for_fails_the_room_and_writes_not
     world = World(seed=1, prompt_pages=4, chunk_pages=2, filled=2)
     world.request()
     world.claim()
-    while not world.writes:
-        world.random.choice(world.moves())()
-    chunk, notice = world.writes.popleft()
-    world.unreported.append(chunk)
+    notice = first_write(world)
     world.feed_decode(decode_room.Landed(msgspec.structs.replace(notice, first_page=1)))
     world.run()
     world.check_ended()
