@@ -15,6 +15,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.protocol.topology import follow_bootstrap_room
 from pdjax.disagg.receiver import Receiver
 from pdjax.disagg.timeline import RoomTimeline
@@ -126,7 +127,8 @@ class Decode:
         self._admission.poll()
         self._alone.poll()
         self._instance.steps = self._engine.steps
-        return self._instance.tick(now)
+        deadline = self._instance.tick(now)
+        return deadline if deadline < NEVER else None
 
     def prefilling(self, request: Request, step: PrefillStep) -> None:
         """A decode instance computes no prompt."""

@@ -13,6 +13,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.protocol.topology import follow_bootstrap_room
 from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine
@@ -117,7 +118,8 @@ class Prefill:
         """Admit, and fire due timers."""
         self._alone.poll()
         self._instance.steps = self._engine.steps
-        return self._instance.tick(now)
+        deadline = self._instance.tick(now)
+        return deadline if deadline < NEVER else None
 
     def prefilling(self, request: Request, step: PrefillStep) -> None:
         """Ask for the slots that this step's pages will need, while it computes."""

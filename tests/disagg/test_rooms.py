@@ -10,9 +10,9 @@ import msgspec
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdjax.disagg.protocol import actions, decode_room, messages, prefill_room
-from pdjax.disagg.protocol.decode_room import DecodeRoom
-from pdjax.disagg.protocol.prefill_room import PrefillRoom, Timeouts
+from pdjax.disagg.protocol import actions, messages
+from pdjax.disagg.protocol.decode_room import DecodeRoom, Reserved
+from pdjax.disagg.protocol.prefill_room import PrefillRoom, PromptDone, Timeouts
 from pdjax.disagg.protocol.states import LEGAL, RoomState
 
 TIMEOUTS = Timeouts(bootstrap=30, waiting=300, transfer=30)
@@ -57,9 +57,9 @@ class World:
         self.filled = min(self.filled, self.prompt_pages)
         self.pages = ["filled"] * self.filled + [""] * (self.prompt_pages - self.filled)
 
-    def feed_prefill(self, event) -> None:
-        for action in self.prefill.handle(event, self.now):
-            assert "prefill" not in self.closed, f"{action} after Close"
+    def do_prefill(self, asked: list[actions.Action]) -> None:
+        for action in asked:
+            assert "prefill" not in self.closed, f"{action} of a closed room"
             match action:
                 case actions.Send(message=message):
                     assert self.link
@@ -69,7 +69,7 @@ class World:
                     self.computing = True
                     self.compute.extend((f, min(self.chunk_pages, self.prompt_pages - f)) for f in firsts)
                 case actions.Transfer(chunk, slot, first, pages):
-                    self.feed_prefill(prefill_room.WriteStarted(chunk))
+                    self.prefill.write_started()
                     notice = messages.ChunkNotice(
                         ROOM, self.prefill.generation or 0, chunk, slot, first, pages, pages * PAGE_BYTES
                     )
@@ -80,24 +80,23 @@ class World:
                 case actions.Fail(status, reason):
                     assert status and reason
                     self.ended["prefill"].append(reason)
-                case actions.Close():
-                    assert not self.unreported and not self.writes, "closed with a write on its way"
-                    self.closed.add("prefill")
+        if self.prefill.closed:
+            assert not self.unreported and not self.writes, "closed with a write on its way"
+            self.closed.add("prefill")
 
-    def feed_decode(self, event) -> None:
-        for action in self.decode.handle(event, self.now):
-            assert "decode" not in self.closed, f"{action} after Close"
+    def do_decode(self, asked: list[actions.Action]) -> None:
+        for action in asked:
+            assert "decode" not in self.closed, f"{action} of a closed room"
             match action:
                 case actions.Send(message=message):
                     assert self.link
                     self.to_prefill.append(message)
                 case actions.GrantSlot(chunk):
                     self.wanted.append(chunk)
-                case actions.Scatter(chunk, _, first, pages):
+                case actions.Scatter(_, first, pages):
                     for page in range(first, first + pages):
                         assert not self.pages[page], "a page was written twice"
-                        self.pages[page] = f"chunk {chunk}"
-                    self.feed_decode(decode_room.Scattered(chunk))
+                        self.pages[page] = "here"
                 case actions.FreeSlot(slot):
                     assert slot not in self.free
                     assert all(notice.slot != slot for _, notice in self.writes), "freed while a write is on its way"
@@ -105,73 +104,84 @@ class World:
                 case actions.Drain():
                     while self.writes:  # a dead writer's bytes land or are dropped, then the worker is dry
                         self.writes.popleft()
-                    self.feed_decode(decode_room.Drained())
+                    self.do_decode(self.decode.drained())
                 case actions.StartDecode():
                     assert all(self.pages), "decoding from pages that never came"
                     self.ended["decode"].append("success")
                 case actions.Fail(status, reason):
                     assert status and reason
                     self.ended["decode"].append(reason)
-                case actions.Close():
-                    self.closed.add("decode")
+        if self.decode.closed:
+            self.closed.add("decode")
 
     def moves(self) -> list:
         """Everything that can happen next."""
         possible = []
         if self.to_prefill:
-            possible.append(lambda: self.feed_prefill(prefill_room.Received("link", self.to_prefill.popleft())))
+            possible.append(self.hear_prefill)
         if self.to_decode:
-            possible.append(lambda: self.feed_decode(prefill_room.Received("link", self.to_decode.popleft())))
+            possible.append(self.hear_decode)
         if self.writes:
             possible.append(self._land)
         if self.unreported:
-            possible.append(lambda: self.feed_prefill(prefill_room.WriteEnded(self.unreported.popleft())))
+            possible.append(self._report)
         if self.computing and not self.prefill.state.final:
             possible.append(self._compute)
         if self.wanted and (self.free or self.decode.state.final):
             possible.append(self._grant)
         return possible
 
+    def hear_prefill(self) -> None:
+        self.do_prefill(self.prefill.received("link", self.to_prefill.popleft(), self.now))
+
+    def hear_decode(self) -> None:
+        self.do_decode(self.decode.received("link", self.to_decode.popleft(), self.now))
+
     def _land(self) -> None:
         chunk, notice = self.writes.popleft()
         self.unreported.append(chunk)
         if self.random.random() < self.damage:
             self.damaged += 1
-            self.feed_decode(decode_room.Damaged(notice))
+            self.do_decode(self.decode.damaged(notice, self.now))
         else:
-            self.feed_decode(decode_room.Landed(notice))
+            self.do_decode(self.decode.landed(notice, self.now))
+
+    def _report(self) -> None:
+        self.unreported.popleft()
+        self.do_prefill(self.prefill.write_ended(None, self.now))
 
     def _compute(self) -> None:
         if self.compute:
             first, pages = self.compute.popleft()
-            self.feed_prefill(prefill_room.ChunkPlanned(self.planned, first, pages))
-            self.feed_prefill(prefill_room.ChunkComputed(self.planned))
+            self.do_prefill(self.prefill.chunk_planned(self.planned, first, pages))
+            self.do_prefill(self.prefill.chunk_computed(self.planned))
             self.planned += 1
         if not self.compute:
             self.computing = False
-            self.feed_prefill(prefill_room.PromptDone(7, -0.5, 0.0, 0.1))
+            self.do_prefill(self.prefill.prompt_done(PromptDone(7, -0.5, 0.0, 0.1), self.now))
 
     def _grant(self) -> None:
         chunk = self.wanted.popleft()
         if not self.decode.state.final:
             slot = self.free.pop()
-            self.feed_decode(decode_room.SlotFound(chunk, slot))
+            self.do_decode(self.decode.slot_found(chunk, slot))
 
     def request(self, digest: bytes = b"d" * 8) -> None:
-        self.feed_prefill(prefill_room.Requested(self.prompt_pages, digest))
+        self.do_prefill(self.prefill.requested(self.prompt_pages, digest, self.now))
 
     def claim(self, digest: bytes = b"d" * 8) -> None:
         pages = self.prompt_pages
-        self.feed_decode(decode_room.Reserved("link", 42, pages, digest, pages, first_page=self.filled))
+        told = Reserved("link", 42, pages, digest, pages, first_page=self.filled)
+        self.do_decode(self.decode.reserved(told, self.now))
 
     def cut(self) -> None:
         self.link = False
         self.to_prefill.clear()
         self.to_decode.clear()
-        self.feed_prefill(prefill_room.LinkLost("cut"))
+        self.do_prefill(self.prefill.link_lost("cut"))
         for chunk, _ in self.writes:  # what was on its way to a gone peer fails
             self.unreported.append(chunk)
-        self.feed_decode(prefill_room.LinkLost("cut"))
+        self.do_decode(self.decode.link_lost("cut", self.now, gone=True))
 
     def run(self, disturb=None, at: int = -1) -> None:
         """Let things happen in random order until nothing can; `disturb` happens before step `at`."""
@@ -187,8 +197,8 @@ class World:
 
     def let_timers_fire(self) -> None:
         self.now += 10_000
-        self.feed_prefill(prefill_room.Tick())
-        self.feed_decode(prefill_room.Tick())
+        self.do_prefill(self.prefill.tick(self.now))
+        self.do_decode(self.decode.tick(self.now))
         self.run()
 
     def check_ended(self) -> None:
@@ -226,8 +236,8 @@ def test_a_room_that_is_disturbed_at_any_step_ends_on_both_sides_and_gives_back_
     world: World, at: int, side: str, request_comes: bool
 ) -> None:
     disturb = {
-        "prefill": lambda: world.feed_prefill(prefill_room.Cancel(499, "client left")),
-        "decode": lambda: world.feed_decode(prefill_room.Cancel(499, "client left")),
+        "prefill": lambda: world.do_prefill(world.prefill.cancel(499, "client left")),
+        "decode": lambda: world.do_decode(world.decode.cancel(499, "client left", world.now)),
         "link": world.cut,
     }[side]
     world.claim()
@@ -271,9 +281,9 @@ def test_a_second_claim_fails_alone() -> None:
     world = World(seed=1, prompt_pages=3, chunk_pages=2)
     world.request()
     world.claim()
-    world.feed_prefill(prefill_room.Received("link", world.to_prefill.popleft()))
+    world.hear_prefill()
     rival = messages.Claim(ROOM, 99, 3, b"d" * 8)
-    answers = world.prefill.handle(prefill_room.Received("rival", rival), 0.0)
+    answers = world.prefill.received("rival", rival, 0.0)
     refusal, acknowledgement = (action.message for action in answers if isinstance(action, actions.Send))
     assert all(isinstance(action, actions.Send) and action.link == "rival" for action in answers)
     assert isinstance(refusal, messages.Abort) and "claimed already" in refusal.reason
@@ -286,10 +296,10 @@ def test_a_room_that_nobody_claims_fails_within_its_bound_and_says_so() -> None:
     world = World(seed=1, prompt_pages=3, chunk_pages=2)
     world.request()
     world.now = TIMEOUTS.bootstrap - 1
-    world.feed_prefill(prefill_room.Tick())
+    world.do_prefill(world.prefill.tick(world.now))
     assert not world.ended["prefill"]
     world.now = TIMEOUTS.bootstrap
-    world.feed_prefill(prefill_room.Tick())
+    world.do_prefill(world.prefill.tick(world.now))
     assert "no decode instance claimed room 0" in world.ended["prefill"][0]
 
 
@@ -308,7 +318,7 @@ def test_a_notice_that_lies_about_its_pages_fails_the_room_and_writes_nothing() 
     world.claim()
     notice = first_write(world)
     lie = messages.ChunkNotice(ROOM, 42, notice.chunk, notice.slot, 2, 5, notice.nbytes)
-    world.feed_decode(decode_room.Landed(lie))
+    world.do_decode(world.decode.landed(lie, world.now))
     world.run()
     world.check_ended()
     assert not any(world.pages) and "speaks of" in world.ended["decode"][0]
@@ -319,7 +329,7 @@ def test_a_chunk_for_a_page_that_was_not_asked_for_fails_the_room_and_writes_not
     world.request()
     world.claim()
     notice = first_write(world)
-    world.feed_decode(decode_room.Landed(msgspec.structs.replace(notice, first_page=1)))
+    world.do_decode(world.decode.landed(msgspec.structs.replace(notice, first_page=1), world.now))
     world.run()
     world.check_ended()
     assert world.pages == ["filled", "filled", "", ""] and "of [2, 4)" in world.ended["decode"][0]

@@ -45,9 +45,8 @@ class GrantSlot(msgspec.Struct, frozen=True, gc=False):
 
 
 class Scatter(msgspec.Struct, frozen=True, gc=False):
-    """Decode side: move a landed chunk from its slot into the request's pages, then report `Scattered`."""
+    """Decode side: move a landed chunk from its slot into the request's pages."""
 
-    chunk: int
     slot: int
     first_page: int
     pages: int
@@ -70,8 +69,4 @@ class StartDecode(msgspec.Struct, frozen=True, gc=False):
     prompt: tuple[PromptLogprobs, ...] = ()
 
 
-class Close(msgspec.Struct, frozen=True, gc=False):
-    """The room is over and holds nothing: forget it."""
-
-
-Action = Send | Fail | StartPrefill | Transfer | Succeed | GrantSlot | Scatter | FreeSlot | Drain | StartDecode | Close
+Action = Send | Fail | StartPrefill | Transfer | Succeed | GrantSlot | Scatter | FreeSlot | Drain | StartDecode

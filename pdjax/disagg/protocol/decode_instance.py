@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from dataclasses import dataclass, field
 
-from pdjax.disagg.protocol import actions, decode_room, messages
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.actions import Action, Drain, Fail, FreeSlot, GrantSlot, Scatter, Send, StartDecode
 from pdjax.disagg.protocol.asks import DECODE_COUNTERS, DecodeAsk
-from pdjax.disagg.protocol.decode_room import DecodeRoom
+from pdjax.disagg.protocol.decode_room import DecodeRoom, Reserved
 from pdjax.disagg.protocol.hosts import DecodeHost
 from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.path_tests import PathTests
 from pdjax.disagg.protocol.prefill_room import Timeouts
+from pdjax.disagg.protocol.pulse import Peer
 from pdjax.disagg.protocol.quarantine import Quarantine
+from pdjax.disagg.protocol.slot_queue import SlotQueue
 from pdjax.disagg.protocol.states import RoomState
-from pdjax.disagg.protocol.timers import Timers, earliest
-from pdjax.disagg.protocol.turns import Turns
+from pdjax.disagg.protocol.timers import Timed
 
 
 @dataclass
@@ -33,16 +34,15 @@ class _Job:
 
 
 @dataclass
-class _Link:
+class _Link(Peer[DecodeRoom]):
     """A prefill instance: `registration` is None until the link stands; `awaiting` are the jobs that wait for it and
-    for its data path to pass a test; `rooms` are those that hold something, by generation."""
+    for its data path to pass a test."""
 
     registration: messages.Registration | None = None
     awaiting: dict[int, _Job] = field(default_factory=dict)  # by room
-    rooms: dict[int, DecodeRoom] = field(default_factory=dict)
 
 
-class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
+class DecodeInstance(Instance[DecodeHost, DecodeRoom, _Job, _Link]):
     """Call what has happened, and it calls its host. `now` is in seconds of one clock that never goes back."""
 
     def __init__(self, host: DecodeHost, *, registration: messages.Registration, timeouts: Timeouts) -> None:
@@ -50,16 +50,9 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self._registration = registration
         self._early = registration.allocation == messages.EARLY
         self._page_bytes = registration.state.page_bytes
-        self._ending: dict[int, DecodeRoom] = {}  # ended, with slots that may still be written to, by generation
-        self._jobs: dict[int, _Job] = {}  # by room
-        self._room_of: dict[str, int] = {}
-        self._turns: Turns[_Job] = Turns()  # without pages
-        self._timers: Timers[DecodeRoom] = Timers()
-        self._links: dict[str, _Link] = {}
         self._paths = PathTests(timeouts.peer)
         self._quarantine = Quarantine()
-        self._slot_queue: deque[tuple[DecodeRoom, int]] = deque()
-        self._slots_out: Counter[str] = Counter()  # by peer
+        self._slot_queue = SlotQueue(registration.slots)
         self._drains: dict[int, DecodeRoom] = {}
         self._drained = 0
 
@@ -77,7 +70,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         elif first is not None:
             first.followers.append(job)
             bound = self._timeouts.alloc + self._timeouts.waiting
-            self._feed(room, decode_room.Waits(f"the prompt of {ask.follows}, which is the same", bound), now)
+            self._wait(room, f"the prompt of {ask.follows}, which is the same", bound, now)
         else:
             self._wait_for_pages(job, now)
 
@@ -86,35 +79,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         number = self._room_of.get(rid)
         job = self._drop_job(number, now) if number is not None else None
         if job is not None:
-            self._feed(job.room, decode_room.Cancel(499, f"the decode request was aborted: {reason}"), now)
-
-    def tick(self, now: float) -> float | None:
-        """Fire what is due, reserve pages, beat. Returns when to call again at the latest."""
-        at = self._timers.next
-        if at is not None and at <= now:
-            for room in self._timers.due(now):
-                self._feed(room, decode_room.Tick(), now)
-        while self._turns:
-            job = self._turns.first
-            # A room that was claimed before has asked for all of its pages.
-            filled = self._host.reserve(job.ask.rid, share=self._early)
-            if filled is None:
-                break
-            self._turns.discard(job.ask.rid)
-            job.has_pages, job.first_page = True, filled
-            self._reserved(job, now)
-        if self._pulse.due is not None and now >= self._pulse.due:
-            self._beat(now)
-        if self._paths.next is not None and now >= self._paths.next:
-            self._test_paths(now)
-        at = earliest(earliest(self._timers.next, self._pulse.due), self._paths.next)
-        if not self._quarantine.held:
-            return at
-        for link, host, port in self._quarantine.due(now):
-            if link not in self._links:
-                self._links[link] = _Link()
-                self._host.connect(link, host, port)
-        return earliest(at, self._quarantine.next)
+            self._do(job.room, job.room.cancel(499, f"the decode request was aborted: {reason}", now), now)
 
     def link_up(self, link: str, hello: bytes, now: float) -> None:
         """A link that was asked for stands."""
@@ -129,13 +94,12 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             sentence = f"the instances do not fit together: {problem}"
             self._drop_link(link, 502, sentence, now, gone=peer is not None)
             return
-        entry = self._links[link]
+        entry = self._peers[link]
         entry.registration = peer
-        self._pulse.up(link, now)
         self._host.say(f"linked to the prefill instance at {link}")
         self._come_back(link, entry, peer.instance, now)
         for job in entry.awaiting.values():
-            self._feed(job.room, self._wait_for_test(link), now)
+            self._wait_for_test(job, link, now)
         self._test_path(link, self._paths.up(link, now))
 
     def link_failed(self, link: str, reason: str, now: float, *, gone: bool = False) -> None:
@@ -148,18 +112,18 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
 
     def frame(self, link: str, body: bytes, now: float) -> None:
         """A frame has come over a link."""
-        entry = self._links.get(link)
+        entry = self._peers.get(link)
         if entry is None:
             return
-        message = self._hear(link, body, entry.rooms, now)
-        if isinstance(message, messages.Refused):
+        message = self._hear(link, body, entry, now)
+        if isinstance(message, messages.Message):
+            self._received(link, message, now)
+        elif isinstance(message, messages.Refused):
             self._host.say(f"the prefill instance at {link} dropped a frame: {message.reason}")
         elif isinstance(message, messages.PathFailed):
             self._path_failed(link, f"it could not send: {message.reason}", now)
         elif isinstance(message, messages.PathTest):
             self.counters["refused_frames"] += 1
-        elif message is not None:
-            self._received(link, message, now)
 
     def landed(self, notice: messages.ChunkNotice, now: float, *, damaged: bool = False) -> None:
         """All of a chunk is in its slot; `damaged`: not as it was sent."""
@@ -169,7 +133,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         if damaged:
             self.counters["damaged_chunks"] += 1
             self._host.say(f"chunk {notice.chunk} of room {notice.room} arrived damaged")
-            self._feed(room, decode_room.Damaged(notice), now)
+            self._do(room, room.damaged(notice, now), now)
             return
         if not room.state.final:
             self._host.landed(self._jobs[notice.room].ask.rid, notice)
@@ -179,7 +143,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self._health.moved(now)
         if room.link is not None:
             self._paths.moved(room.link, now)
-        self._feed(room, decode_room.Landed(notice), now)
+        self._do(room, room.landed(notice, now), now)
 
     def slot_freed(self, now: float) -> None:
         """A slot that was given back can be taken only now."""
@@ -187,67 +151,93 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
 
     def drained(self, id: int, now: float) -> None:
         """The transfer worker has run dry after a `drain`."""
-        self._feed(self._drains.pop(id), decode_room.Drained(), now)
+        room = self._drains.pop(id)
+        self._do(room, room.drained(), now)
 
     def stats(self) -> dict[str, float]:
         """Gauges by name, and totals."""
         live = list(self._rooms.values())
         return self._totals() | {
             "rooms": len(live) + len(self._ending),
-            "waiting_requests": len(self._turns),
+            "waiting_requests": len(self._turns.waiting),
             "bootstrap_requests": sum(room.state is RoomState.BOOTSTRAPPING for room in live),
             "transfer_requests": sum(room.generation is not None for room in live),
-            "links": sum(link.registration is not None for link in self._links.values()),
+            "links": sum(link.registration is not None for link in self._peers.values()),
             "staging_slots_wanted": len(self._slot_queue),
             "staging_slots_quarantined": sum(room.granted_slots for room in self._ending.values()),
         }
 
     def check_integrity(self) -> None:
         """Raise unless the books add up; call it when no request is live."""
-        if self._jobs or len(self._turns) or self._rooms:
+        if self._jobs or len(self._turns.waiting) or self._rooms:
             raise AssertionError(f"rooms without a live request: {sorted(self._rooms)}, {sorted(self._jobs)}")
 
     def _wait_for_pages(self, job: _Job, now: float) -> None:
         self._want_pages(job)
-        self._feed(job.room, decode_room.Waits("free pages", self._timeouts.alloc), now)
+        self._wait(job.room, "free pages", self._timeouts.alloc, now)
+
+    def _wait(self, room: DecodeRoom, what: str, seconds: float, now: float) -> None:
+        room.waits(what, seconds, now)
+        self._timers.watch(room)
 
     def _want_pages(self, job: _Job) -> None:
         self._turns.push(job.ask.rid, job, priority=job.ask.priority, arrived=job.ask.arrived)
+
+    def _fire(self, timed: Timed, now: float) -> None:
+        if isinstance(timed, DecodeRoom):
+            self._do(timed, timed.tick(now), now)
+        elif timed is self._pulse:
+            self._beat(now)
+        elif timed is self._paths:
+            self._test_paths(now)
+        else:
+            self._seek_lost_peers(now)
+
+    def _give_pages(self, now: float) -> None:
+        while (job := self._turns.first) is not None:
+            # A room that was claimed before has asked for all of its pages.
+            filled = self._host.reserve(job.ask.rid, share=self._early)
+            if filled is None:
+                return
+            self._turns.discard(job.ask.rid)
+            job.has_pages, job.first_page = True, filled
+            self._reserved(job, now)
 
     def _reserved(self, job: _Job, now: float) -> None:
         """A request has its pages: find its prefill instance, or go on with the chunks that have asked for slots."""
         if self._early:
             self._meet(job, now)
             return
-        self._feed(job.room, decode_room.PagesFound(), now)
-        self._slot_queue.extend((job.room, chunk) for chunk in job.held)
+        job.room.pages_found(now)
+        self._timers.watch(job.room)
+        for chunk in job.held:
+            self._slot_queue.push(job.room, chunk)
         job.held = []
         self._grant_slots(now)
 
     def _meet(self, job: _Job, now: float) -> None:
         """Claim the room, now or when the link stands."""
         name = job.ask.link
-        link = self._links.get(name)
+        link = self._peers.get(name)
         if link is None:
-            link = self._links[name] = _Link()
+            link = self._peers[name] = _Link()
             self._host.connect(name, job.ask.host, job.ask.port)
         if self._paths.passed(name):
             self._claim(job, name, link, now)
             return
         link.awaiting[job.ask.room] = job
         if link.registration is not None:
-            self._feed(job.room, self._wait_for_test(name), now)
+            self._wait_for_test(job, name, now)
             return
-        what = f"a link to the prefill instance at {name}"
-        self._feed(job.room, decode_room.Waits(what, 2 * self._timeouts.link), now)
+        self._wait(job.room, f"a link to the prefill instance at {name}", 2 * self._timeouts.link, now)
 
     def _claim(self, job: _Job, name: str, link: _Link, now: float) -> None:
         ask = job.ask
         generation = self._host.draw()
         link.rooms[generation] = job.room
         if len(link.rooms) == 1:
-            self._pulse.busy(name, now)
-        claim = decode_room.Reserved(
+            self._busy(link, now)
+        claim = Reserved(
             name,
             generation,
             ask.prompt_tokens,
@@ -256,14 +246,15 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             has_pages=job.has_pages,
             first_page=job.first_page,
         )
-        self._feed(job.room, claim, now)
+        self._do(job.room, job.room.reserved(claim, now), now)
 
-    def _wait_for_test(self, link: str) -> decode_room.Waits:
+    def _wait_for_test(self, job: _Job, link: str, now: float) -> None:
         what = f"a test message from the prefill instance at {link} over the data path"
-        return decode_room.Waits(what, 2 * self._timeouts.peer)
+        self._wait(job.room, what, 2 * self._timeouts.peer, now)
 
     def _test_paths(self, now: float) -> None:
         due = self._paths.due(now)
+        self._timers.watch(self._paths)
         for link, number in due.tests:
             self._test_path(link, number)
         for link in due.overdue:
@@ -271,6 +262,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
 
     def _test_path(self, link: str, number: int) -> None:
         self.counters["path_tests"] += 1
+        self._timers.watch(self._paths)
         self._host.send(link, messages.encode(messages.PathTest(number)))
 
     def test_came(self, number: int, now: float) -> None:
@@ -286,7 +278,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             self._path_failed(link, "what came is not what was sent", now)
         else:
             self._health.moved(now)
-            entry = self._links[link]
+            entry = self._peers[link]
             awaiting, entry.awaiting = entry.awaiting, {}
             for job in awaiting.values():
                 self._claim(job, link, entry, now)
@@ -300,6 +292,13 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         self._host.close(link)
         self._drop_link(link, 502, reason, now, gone=False)
 
+    def _seek_lost_peers(self, now: float) -> None:
+        for link, host, port in self._quarantine.due(now):
+            if link not in self._peers:
+                self._peers[link] = _Link()
+                self._host.connect(link, host, port)
+        self._timers.watch(self._quarantine)
+
     def _come_back(self, link: str, entry: _Link, instance: int, now: float) -> None:
         """A prefill instance is there again. If it is the same process, it says what has become of its writes; if it is
         another one in its place, the first has ended."""
@@ -308,35 +307,35 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             return
         for generation, room in held.rooms.items():
             if held.instance != instance:
-                self._feed(room, decode_room.PeerGone(), now)
+                self._do(room, room.peer_gone(), now)
             elif not room.closed:
                 entry.rooms[generation] = room
-                self._feed(room, decode_room.Relinked(link), now)
+                self._do(room, room.relinked(link, now), now)
         if entry.rooms:
-            self._pulse.busy(link, now)
+            self._busy(entry, now)
 
     def _drop_link(self, link: str, status: int, reason: str, now: float, *, gone: bool) -> None:
         """Fail the rooms of a link that is gone or never stood; the next request makes a new one."""
-        entry = self._links.pop(link, None)
-        self._pulse.down(link)
+        entry = self._peers.pop(link, None)
         self._paths.down(link)
         if gone:
             held = self._quarantine.take(link)
             for room in held.rooms.values() if held is not None else ():
-                self._feed(room, decode_room.PeerGone(), now)
+                self._do(room, room.peer_gone(), now)
         if entry is None:
             return
         for job in entry.awaiting.values():
-            self._feed(job.room, decode_room.Cancel(status, reason), now)
+            self._do(job.room, job.room.cancel(status, reason, now), now)
         rooms = dict(entry.rooms)
         # Workers outlive their leader by a moment, in which they may still write.
         gone = gone and (entry.registration is None or entry.registration.processes == 1)
         for room in rooms.values():
-            self._feed(room, decode_room.LinkLost(reason, gone), now)
+            self._do(room, room.link_lost(reason, now, gone=gone), now)
         if not gone and entry.registration is not None:
             unsure = {generation: room for generation, room in rooms.items() if room.granted_slots}
             if unsure:
                 self._quarantine.put(link, entry.registration.instance, unsure, now)
+                self._timers.watch(self._quarantine)
                 self._host.say(f"{len(unsure)} rooms' staging slots are in quarantine: {reason}")
 
     def _received(self, link: str, message: messages.RoomMessage, now: float) -> None:
@@ -346,7 +345,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
         job = self._jobs.get(message.room) if not room.state.final else None
         if job is not None and not job.met:
             job.met = now
-        self._feed(room, decode_room.Received(link, message), now)
+        self._do(room, room.received(link, message, now), now)
         if job is not None and not job.has_pages and isinstance(message, messages.Handoff) and not room.state.final:
             self._want_pages(job)
 
@@ -356,40 +355,43 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             room = self._ending.get(generation)
         return room
 
-    def _feed(self, room: DecodeRoom, event: decode_room.Event, now: float) -> None:
-        for action in room.handle(event, now):
-            self._perform(room, action, now)
+    def _do(self, room: DecodeRoom, actions: list[Action], now: float) -> None:
+        """What a room asks for after an event."""
+        for action in actions:
+            if isinstance(action, Send):
+                self._host.send(action.link, messages.encode(action.message))
+            else:
+                self._perform(room, action, now)
         if room.closed:
+            self._close(room)
             return
         if room.state.final and room.generation is not None:
             self._ending[room.generation] = room
-        self._timers.watch(room)
+        if room.deadline < room.timer:
+            self._timers.watch(room)
 
-    def _perform(self, room: DecodeRoom, action: actions.Action, now: float) -> None:
+    def _perform(self, room: DecodeRoom, action: Action, now: float) -> None:
         match action:
-            case actions.Send(link, message):
-                self._host.send(link, messages.encode(message))
-            case actions.GrantSlot(chunk):
+            case GrantSlot(chunk):
                 job = self._jobs[room.room]
                 if job.has_pages:
-                    self._slot_queue.append((room, chunk))
+                    self._slot_queue.push(room, chunk)
                     self._grant_slots(now)
                 else:
                     job.held.append(chunk)
-            case actions.Scatter(chunk, slot, first_page, pages):
+            case Scatter(slot, first_page, pages):
                 self._host.scatter(self._jobs[room.room].ask.rid, slot, first_page, pages)
-                self._feed(room, decode_room.Scattered(chunk), now)
-            case actions.FreeSlot(slot):
-                self._slots_out[room.peer] -= 1
+            case FreeSlot(slot):
+                self._slot_queue.give_back(room)
                 self._host.free_slot(slot)
                 self._grant_slots(now)
-            case actions.StartDecode(handoff, prompt):
+            case StartDecode(handoff, prompt):
                 self.counters["completed_rooms"] += 1
                 self._leave(room)
                 job = self._drop_job(room.room, now, served=True)
                 assert job is not None, "a room that succeeds has a request"
                 self._host.start(job.ask.rid, handoff, prompt, job.met)
-            case actions.Fail(status, reason):
+            case Fail(status, reason):
                 self.counters["failed_rooms"] += 1
                 claimed = room.generation is not None
                 self.counters["transfer_failed_rooms" if claimed else "bootstrap_failed_rooms"] += 1
@@ -397,47 +399,21 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
                 job = self._drop_job(room.room, now)
                 if job is not None:
                     self._host.fail(job.ask.rid, status, reason)
-            case actions.Drain():
+            case Drain():
                 self._drained += 1
                 self._drains[self._drained] = room
                 self._host.drain(self._drained)
-            case actions.Close():
-                self._leave(room)
-                self._close(room)
             case _:
                 raise TypeError(f"a decode room does not {type(action).__name__}")
 
-    def _close(self, room: DecodeRoom) -> None:
-        if room.generation is None:
-            return
-        self._ending.pop(room.generation, None)
-        link = self._links.get(room.link) if room.link is not None else None
-        if link is not None:
-            link.rooms.pop(room.generation, None)
-
     def _grant_slots(self, now: float) -> None:
-        """Give free slots to the chunks that wait, oldest first."""
-        queue, passed_over = self._slot_queue, []
-        while queue:
-            room, chunk = queue.popleft()
-            if room.state.final:
-                continue
-            if self._is_last_slot_for_others(room.peer):
-                passed_over.append((room, chunk))
-                continue
+        """Give free slots to the chunks that wait."""
+        while (place := self._slot_queue.turn(len(self._peers))) is not None:
             slot = self._host.take_slot()
             if slot is None:
-                queue.appendleft((room, chunk))
-                break
-            self._slots_out[room.peer] += 1
-            self._feed(room, decode_room.SlotFound(chunk, slot), now)
-        queue.extendleft(reversed(passed_over))
-
-    def _is_last_slot_for_others(self, peer: str) -> bool:
-        """With several peers, the last free slot is for one that has none: a peer that hangs must not keep them all."""
-        if len(self._links) < 2 or not self._slots_out[peer]:
-            return False
-        return self._slots_out.total() + 1 >= self._registration.slots > 1
+                return
+            room, chunk = self._slot_queue.take(place)
+            self._do(room, room.slot_found(chunk, slot), now)
 
     def _drop_job(self, number: int, now: float, *, served: bool = False) -> _Job | None:
         job = self._jobs.pop(number, None)
@@ -445,7 +421,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             self._let_go(job.followers, now, served=served)
             del self._room_of[job.ask.rid]
             self._turns.discard(job.ask.rid)
-            link = self._links.get(job.ask.link)
+            link = self._peers.get(job.ask.link)
             if link is not None:
                 link.awaiting.pop(number, None)
         return job
@@ -459,9 +435,6 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom]):
             waiting = waiting[:1]
         for job in waiting:
             self._wait_for_pages(job, now)
-
-    def _rooms_on(self, link: str) -> dict[int, DecodeRoom]:
-        return self._links[link].rooms
 
     def _give_up(self, link: str, sentence: str, now: float) -> None:
         reason = f"the link to the prefill instance at {link} is given up: {sentence}"

@@ -1,27 +1,20 @@
-"""A room as its decode side sees it: events in, actions out."""
+"""A room as its decode side sees it: events in, actions out. Each event is a method."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pdjax.disagg.protocol import messages as wire
-from pdjax.disagg.protocol.actions import Action, Close, Drain, Fail, FreeSlot, GrantSlot, Scatter, Send, StartDecode
-from pdjax.disagg.protocol.prefill_room import Cancel, LinkLost, Received, Tick, Timeouts
+from pdjax.disagg.protocol.actions import Action, Drain, Fail, FreeSlot, GrantSlot, Scatter, Send, StartDecode
+from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.states import RoomState, advance
-
-
-class Waits(msgspec.Struct, frozen=True, gc=False):
-    """The room waits for `what`, and fails if that takes longer than `seconds`."""
-
-    what: str
-    seconds: float
+from pdjax.disagg.protocol.timers import NEVER
 
 
 class Reserved(msgspec.Struct, frozen=True, gc=False):
-    """The link to the prefill side stands: claim the room. `has_pages`: the request's pages are reserved, too."""
+    """What a room is claimed with. `has_pages`: the request's pages are reserved, too."""
 
     link: str
     generation: int
@@ -32,73 +25,13 @@ class Reserved(msgspec.Struct, frozen=True, gc=False):
     first_page: int = 0  # of these, the first that is not filled already
 
 
-class PagesFound(msgspec.Struct, frozen=True, gc=False):
-    """A room that was claimed without pages has them now."""
-
-
-class PeerGone(msgspec.Struct, frozen=True, gc=False):
-    """The prefill side of a room whose link was lost is known to have ended."""
-
-
-class Relinked(msgspec.Struct, frozen=True, gc=False):
-    """The prefill side of a room that failed with its link is there again, the same process."""
-
-    link: str
-
-
-class SlotFound(msgspec.Struct, frozen=True, gc=False):
-    """A staging slot for a chunk that a `GrantSlot` asked for."""
-
-    chunk: int
-    slot: int
-
-
-class Landed(msgspec.Struct, frozen=True, gc=False):
-    """A chunk's bytes are in its slot."""
-
-    notice: wire.ChunkNotice
-
-
-class Damaged(msgspec.Struct, frozen=True, gc=False):
-    """A chunk's bytes are in its slot, and are not those that were sent."""
-
-    notice: wire.ChunkNotice
-
-
-class Scattered(msgspec.Struct, frozen=True, gc=False):
-    """A landed chunk is in the request's pages."""
-
-    chunk: int
-
-
-class Drained(msgspec.Struct, frozen=True, gc=False):
-    """After a `Drain`: whatever the lost writer had sent has landed."""
-
-
-Event = (
-    Waits
-    | Reserved
-    | PagesFound
-    | Received
-    | SlotFound
-    | Landed
-    | Damaged
-    | Scattered
-    | LinkLost
-    | PeerGone
-    | Relinked
-    | Drained
-    | Cancel
-    | Tick
-)
-
-
 MAX_RESENDS = 2  # of one chunk
 
 
 @dataclass
 class DecodeRoom:
-    """The machine. `handle` is the only way in; times are seconds of one clock that never goes back.
+    """The machine. Each event is a method that returns what is to be done, in order; `now` is in seconds of one clock
+    that never goes back.
 
     Under the policy `prefill_complete` a room is claimed before it has pages, gets them when the prompt is computed,
     and is granted no slot until then.
@@ -112,138 +45,95 @@ class DecodeRoom:
     room: int
     timeouts: Timeouts
     page_bytes: int
-    deadline: float | None = None
-    timer: float | None = None  # see `Timers`
+    deadline: float = NEVER
+    timer: float = NEVER  # see `Timers`
     state: RoomState = RoomState.BOOTSTRAPPING
     link: str | None = None
     peer: str = ""  # the link's name, also once it is lost
     generation: int | None = None
     waits_for: str = ""
     has_pages: bool = True
+    closed: bool = False  # it is over and holds nothing
     _pages: int = 0
     _first_page: int = 0
     _granted: dict[int, int] = field(default_factory=dict)  # chunk -> slot that may still be written to
-    _landed: dict[int, int] = field(default_factory=dict)  # chunk -> slot that waits for its scatter
-    _covered: set[int] = field(default_factory=set)  # pages that hold their part of the prompt
-    _pages_of: dict[int, range] = field(default_factory=dict)
-    _damaged: Counter[int] = field(default_factory=Counter)  # chunk -> how often it did not verify
+    _covered: int = 0  # bits of the pages that hold their part of the prompt
+    _damaged: dict[int, int] = field(default_factory=dict)  # chunk -> how often it did not verify
     _scattered: int = 0
     _handoff: wire.Handoff | None = None
     _prompt_tokens: int = 0
-    _prompt: list[wire.PromptLogprobs] = field(default_factory=list)
+    _prompt: tuple[wire.PromptLogprobs, ...] = ()
     _failure: tuple[int, str] = (0, "")  # status and reason
     _relinked: bool = False
-    _closed: bool = False
-
-    @property
-    def closed(self) -> bool:
-        """Whether the room is over and holds nothing."""
-        return self._closed
-
-    @property
-    def handed_over(self) -> bool:
-        """Whether the prefill side has computed the prompt."""
-        return self._handoff is not None
 
     @property
     def granted_slots(self) -> int:
         """Slots that the prefill side may still write to; of an ended room, those in quarantine."""
         return len(self._granted)
 
-    def handle(self, event: Event, now: float) -> list[Action]:
-        """Take one event at time `now`, return what is to be done, in order."""
-        match event:
-            case Received(link, message) if link == self.link and message.generation == self.generation:
-                return self._receive(message, now)
-            case Waits(what, seconds) if not self.state.final:
-                self.waits_for, self.deadline = f"waited {seconds:g} s for {what}", now + seconds
-                return []
-            case Reserved() if not self.state.final:
-                self.link = self.peer = event.link
-                self.generation, self._pages = event.generation, event.pages
-                self._first_page, self._covered = event.first_page, set(range(event.first_page))
-                self._prompt_tokens = event.prompt_tokens
-                self.waits_for, self.has_pages = "", event.has_pages
-                self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
-                self.deadline = now + self.timeouts.waiting
-                claim = wire.Claim(
-                    self.room, event.generation, event.prompt_tokens, event.prompt_digest, event.first_page
-                )
-                return [Send(event.link, claim)]
-            case PagesFound() if not self.state.final:
-                self.has_pages, self.waits_for = True, ""
-                self._expect_more(now)
-                return []
-            case SlotFound(chunk, slot):
-                return self._grant(chunk, slot, now)
-            case Landed(notice) if notice.generation == self.generation:
-                return self._land(notice, now)
-            case Damaged(notice) if notice.generation == self.generation:
-                return self._send_again(notice, now)
-            case Scattered(chunk):
-                slot = self._landed.pop(chunk)
-                self._covered.update(self._pages_of[chunk])
-                self._scattered += 1
-                return [FreeSlot(slot), *(self._close_when_dry() if self.state.final else self._complete(now))]
-            case LinkLost(reason, gone):
-                self.link = None
-                failed = self._fail(502, reason, now)
-                return [*failed, Drain()] if gone and self._granted else failed
-            case PeerGone() if self._granted:
-                return [Drain()]
-            case Relinked(link) if self.generation is not None and self._granted:
-                self.link, self._relinked = link, True
-                return self._ask_again(now)
-            case Drained():
-                return self._free_granted()
-            case Cancel(status, reason):
-                return self._give_up(status, reason, now)
-            case Tick() if not self.state.final and self.deadline is not None and now >= self.deadline:
-                return self._give_up(504, self._overdue(), now)
-            case Tick() if self._granted and self.state.final and self.deadline is not None and now >= self.deadline:
-                return self._ask_again(now)
-        return []
+    def waits(self, what: str, seconds: float, now: float) -> None:
+        """The room waits for `what`, and fails if that takes longer than `seconds`."""
+        if not self.state.final:
+            self.waits_for, self.deadline = f"waited {seconds:g} s for {what}", now + seconds
 
-    def _receive(self, message: wire.RoomMessage, now: float) -> list[Action]:
+    def reserved(self, told: Reserved, now: float) -> list[Action]:
+        """The link to the prefill side stands: claim the room."""
+        if self.state.final:
+            return []
+        self.link = self.peer = told.link
+        self.generation, self._pages, self._prompt_tokens = told.generation, told.pages, told.prompt_tokens
+        self._first_page, self._covered = told.first_page, _bits(0, told.first_page)
+        self.waits_for, self.has_pages = "", told.has_pages
+        self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
+        self.deadline = now + self.timeouts.waiting
+        claim = wire.Claim(self.room, told.generation, told.prompt_tokens, told.prompt_digest, told.first_page)
+        return [Send(told.link, claim)]
+
+    def pages_found(self, now: float) -> None:
+        """A room that was claimed without pages has them now."""
+        if not self.state.final:
+            self.has_pages, self.waits_for = True, ""
+            self._expect_more(now)
+
+    def received(self, link: str, message: wire.RoomMessage, now: float) -> list[Action]:
+        """A message about this room has come over a link."""
+        if link != self.link or message.generation != self.generation:
+            return []
         match message:
             case wire.SlotRequest(chunk=chunk) if not self.state.final:
                 return [GrantSlot(chunk)]
-            case wire.PromptLogprobs() if not self.state.final and self._handoff is None:
-                self._prompt.append(message)
-                return self._check_prompt(now)
             case wire.Handoff() if not self.state.final and self._handoff is None:
-                self._handoff = message
-                if not message.chunks and self.state is RoomState.WAITING_FOR_INPUT:  # all of it was here
-                    self.state = advance(self.state, RoomState.TRANSFERRING)
-                if self.has_pages:
-                    self.deadline = now + self.timeouts.transfer
-                else:
-                    self.waits_for = f"has waited {self.timeouts.alloc:g} s for free pages"
-                    self.deadline = now + self.timeouts.alloc
-                return self._complete(now)
+                return self._take_over(message, now)
+            case wire.PromptLogprobs() if not self.state.final and self._handoff is None:
+                self._prompt = (*self._prompt, message)
+                return self._check_prompt(now)
             case wire.Abort(status=status, reason=reason):
                 return self._fail(status, reason, now)
             case wire.AbortAck() if self._relinked and self._granted:
                 return [Drain()]  # writes that failed with the old path may still be on their way out of it
             case wire.AbortAck():
-                return self._free_granted()
+                return self.drained()
         return []
 
-    def _grant(self, chunk: int, slot: int, now: float) -> list[Action]:
+    def slot_found(self, chunk: int, slot: int) -> list[Action]:
+        """There is a staging slot for a chunk that a `GrantSlot` asked for."""
         if self.state.final or self.link is None:
-            return [FreeSlot(slot), *self._close_when_dry()]
+            self._close_when_dry()
+            return [FreeSlot(slot)]
         if self.state is RoomState.WAITING_FOR_INPUT:
             self.state = advance(self.state, RoomState.TRANSFERRING)
         self._granted[chunk] = slot
         return [Send(self.link, wire.SlotGrant(self.room, self._claimed(), chunk, slot))]
 
-    def _land(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
+    def landed(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
+        """A chunk's bytes are in its slot."""
         slot = self._granted.get(notice.chunk)
-        if slot is None or slot != notice.slot:
+        if slot is None or slot != notice.slot or notice.generation != self.generation:
             return []
         del self._granted[notice.chunk]
         if self.state.final:
-            return [FreeSlot(slot), *self._close_when_dry()]
+            self._close_when_dry()
+            return [FreeSlot(slot)]
         end = notice.first_page + notice.pages
         # Pages before the first that was asked for may be others', too, and are never written.
         fits = (
@@ -255,51 +145,56 @@ class DecodeRoom:
                 f"chunk {notice.chunk} of room {self.room} speaks of {notice.nbytes} bytes for pages "
                 f"[{notice.first_page}, {end}) of [{self._first_page}, {self._pages}) with {self.page_bytes} bytes each"
             )
-            return [FreeSlot(slot), *self._give_up(502, reason, now)]
-        self._landed[notice.chunk] = slot
-        self._pages_of[notice.chunk] = range(notice.first_page, end)
+            return [FreeSlot(slot), *self.cancel(502, reason, now)]
+        self._covered |= _bits(notice.first_page, end)
+        self._scattered += 1
         self._expect_more(now)
-        return [Scatter(notice.chunk, slot, notice.first_page, notice.pages)]
+        return [Scatter(slot, notice.first_page, notice.pages), FreeSlot(slot), *self._complete(now)]
 
-    def _send_again(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
-        """Grant the same slot again, a few times; the prefill side keeps its pages until the room is complete."""
+    def damaged(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
+        """A chunk's bytes are in its slot, and are not those that were sent: grant the same slot again, a few times.
+        The prefill side keeps its pages until the room is complete."""
         slot = self._granted.get(notice.chunk)
-        if slot is None or slot != notice.slot:
+        if slot is None or slot != notice.slot or notice.generation != self.generation:
             return []
         if self.state.final or self.link is None:
             del self._granted[notice.chunk]
-            return [FreeSlot(slot), *self._close_when_dry()]
-        self._damaged[notice.chunk] += 1
-        if self._damaged[notice.chunk] > MAX_RESENDS:
+            self._close_when_dry()
+            return [FreeSlot(slot)]
+        times = self._damaged[notice.chunk] = self._damaged.get(notice.chunk, 0) + 1
+        if times > MAX_RESENDS:
             del self._granted[notice.chunk]
-            reason = f"chunk {notice.chunk} of room {self.room} arrived damaged {self._damaged[notice.chunk]} times"
-            return [FreeSlot(slot), *self._give_up(502, reason, now)]
+            reason = f"chunk {notice.chunk} of room {self.room} arrived damaged {times} times"
+            return [FreeSlot(slot), *self.cancel(502, reason, now)]
         self._expect_more(now)
         return [Send(self.link, wire.SlotGrant(self.room, self._claimed(), notice.chunk, slot))]
 
-    def _complete(self, now: float) -> list[Action]:
-        """Success takes both the handoff and every chunk, in whichever order they come."""
-        if self._handoff is None or self._scattered < self._handoff.chunks or self.link is None:
-            return []
-        if len(self._covered) != self._pages:
-            reason = f"room {self.room} got {len(self._covered)} of its {self._pages} pages"
-            return self._give_up(502, reason, now)
-        self.state = advance(self.state, RoomState.SUCCESS)
-        return [
-            StartDecode(self._handoff, tuple(self._prompt)),
-            Send(self.link, wire.Complete(self.room, self._claimed())),
-            *self._close_when_dry(),
-        ]
+    def link_lost(self, reason: str, now: float, *, gone: bool) -> list[Action]:
+        """The link to the prefill side has ended; `reason` is a sentence. `gone`: so has its process, without doubt."""
+        self.link = None
+        failed = self._fail(502, reason, now)
+        return [*failed, Drain()] if gone and self._granted else failed
 
-    def _check_prompt(self, now: float) -> list[Action]:
-        told = sum(len(part.logprobs) for part in self._prompt)
-        if told <= self._prompt_tokens:
-            return []
-        reason = f"room {self.room} was told of {told} log-probabilities for a prompt of {self._prompt_tokens} tokens"
-        return self._give_up(502, reason, now)
+    def peer_gone(self) -> list[Action]:
+        """The prefill side of a room whose link was lost is known to have ended."""
+        return [Drain()] if self._granted else []
 
-    def _give_up(self, status: int, reason: str, now: float) -> list[Action]:
-        """Fail for a cause of this side's, and tell the other side first."""
+    def relinked(self, link: str, now: float) -> list[Action]:
+        """The prefill side of a room that failed with its link is there again, the same process."""
+        if self.generation is None or not self._granted:
+            return []
+        self.link, self._relinked = link, True
+        return self._ask_again(now)
+
+    def drained(self) -> list[Action]:
+        """Whatever the prefill side had sent has landed, and it sends no more."""
+        freed: list[Action] = [FreeSlot(slot) for slot in self._granted.values()]
+        self._granted.clear()
+        self._close_when_dry()
+        return freed
+
+    def cancel(self, status: int, reason: str, now: float) -> list[Action]:
+        """This side gives the room up, and tells the other side first."""
         if self.state.final:
             return []
         told: list[Action] = []
@@ -307,13 +202,51 @@ class DecodeRoom:
             told = [Send(self.link, wire.Abort(self.room, self._claimed(), status, reason))]
         return told + self._fail(status, reason, now)
 
+    def tick(self, now: float) -> list[Action]:
+        """Time has passed."""
+        if now < self.deadline:
+            return []
+        if not self.state.final:
+            return self.cancel(504, self._overdue(), now)
+        return self._ask_again(now) if self._granted else []
+
+    def _take_over(self, handoff: wire.Handoff, now: float) -> list[Action]:
+        self._handoff = handoff
+        if not handoff.chunks and self.state is RoomState.WAITING_FOR_INPUT:  # all of it was here
+            self.state = advance(self.state, RoomState.TRANSFERRING)
+        if self.has_pages:
+            self.deadline = now + self.timeouts.transfer
+        else:
+            self.waits_for = f"has waited {self.timeouts.alloc:g} s for free pages"
+            self.deadline = now + self.timeouts.alloc
+        return self._complete(now)
+
+    def _complete(self, now: float) -> list[Action]:
+        """Success takes both the handoff and every chunk, in whichever order they come."""
+        if self._handoff is None or self._scattered < self._handoff.chunks or self.link is None:
+            return []
+        if self._covered != _bits(0, self._pages):
+            reason = f"room {self.room} got {self._covered.bit_count()} of its {self._pages} pages"
+            return self.cancel(502, reason, now)
+        self.state = advance(self.state, RoomState.SUCCESS)
+        self._close_when_dry()
+        return [StartDecode(self._handoff, self._prompt), Send(self.link, wire.Complete(self.room, self._claimed()))]
+
+    def _check_prompt(self, now: float) -> list[Action]:
+        told = sum(len(part.logprobs) for part in self._prompt)
+        if told <= self._prompt_tokens:
+            return []
+        reason = f"room {self.room} was told of {told} log-probabilities for a prompt of {self._prompt_tokens} tokens"
+        return self.cancel(502, reason, now)
+
     def _fail(self, status: int, reason: str, now: float) -> list[Action]:
         if self.state.final:
             return []
         self.state = advance(self.state, RoomState.FAILED)
         self._failure = (status, reason)
         self.deadline = now + self.timeouts.transfer
-        return [Fail(status, reason), *self._close_when_dry()]
+        self._close_when_dry()
+        return [Fail(status, reason)]
 
     def _ask_again(self, now: float) -> list[Action]:
         """An ended room still has slots out: its abort, or the answer, may have been lost."""
@@ -322,16 +255,9 @@ class DecodeRoom:
             return []
         return [Send(self.link, wire.Abort(self.room, self.generation, *self._failure))]
 
-    def _free_granted(self) -> list[Action]:
-        freed: list[Action] = [FreeSlot(slot) for slot in self._granted.values()]
-        self._granted.clear()
-        return freed + self._close_when_dry()
-
-    def _close_when_dry(self) -> list[Action]:
-        if self._granted or self._landed or self._closed or not self.state.final:
-            return []
-        self._closed = True
-        return [Close()]
+    def _close_when_dry(self) -> None:
+        if self.state.final and not self._granted:
+            self.closed = True
 
     def _expect_more(self, now: float) -> None:
         """A chunk has come: the wait for the next, or for the handoff, begins."""
@@ -347,3 +273,8 @@ class DecodeRoom:
     def _claimed(self) -> int:
         assert self.generation is not None, "only a claimed room has a generation"
         return self.generation
+
+
+def _bits(first: int, end: int) -> int:
+    """A number with the bits [first, end) set."""
+    return (1 << end) - (1 << first)

@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.hosts import Host
 from pdjax.disagg.protocol.path_tests import PathHealth
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.pulse import Pulse
+from pdjax.disagg.protocol.pulse import Peer, Pulse
+from pdjax.disagg.protocol.timers import Timed, Timers
+from pdjax.disagg.protocol.turns import Turns
 
 
-class _Room(Protocol):
+class _Room(Timed, Protocol):
     room: int
+    link: str | None
+    generation: int | None
 
 
 H = TypeVar("H", bound=Host)
 R = TypeVar("R", bound=_Room)
+J = TypeVar("J")  # a live request
+P = TypeVar("P", bound=Peer)
 
 
-class Instance(Generic[H, R]):
+class Instance(Generic[H, R, J, P]):
     """Books and talk that do not depend on the side.
 
     Attributes:
@@ -35,18 +41,34 @@ class Instance(Generic[H, R]):
         self._host = host
         self._timeouts = timeouts
         self._rooms: dict[int, R] = {}  # that have not ended
+        self._ending: dict[int, R] = {}  # ended, with writes that may still be on their way, by generation
+        self._jobs: dict[int, J] = {}  # by room
+        self._room_of: dict[str, int] = {}
+        self._turns: Turns[J] = Turns()  # who waits for pages
+        self._peers: dict[str, P] = {}  # by link
+        self._timers = Timers()  # of rooms, the pulse and whatever else the side has
         self._pulse = Pulse(timeouts.heartbeat, timeouts.peer)
         self._health = PathHealth()
+
+    def tick(self, now: float) -> float:
+        """Fire what is due, beat, give out pages. Returns when to call again at the latest, perhaps `NEVER`."""
+        timers = self._timers
+        if now >= timers.next:
+            for timed in timers.due(now):
+                self._fire(timed, now)
+        if self._turns.waiting:
+            self._give_pages(now)
+        return timers.next
 
     def problem(self, now: float) -> str | None:
         """Why this instance cannot serve, in words."""
         return self._health.problem(now)
 
     def _hear(
-        self, link: str, body: bytes, rooms: Mapping[int, R], now: float
+        self, link: str, body: bytes, peer: Peer[R], now: float
     ) -> messages.RoomMessage | messages.Refused | messages.PathTest | messages.PathFailed | None:
-        """A frame of a peer that has claimed `rooms`: what it says, unless that is settled here."""
-        self._pulse.heard(link, now)
+        """A frame of a peer: what it says, unless that is settled here."""
+        peer.heard_at = now
         try:
             message = messages.decode_message(body)
         except messages.ProtocolError as error:
@@ -54,20 +76,29 @@ class Instance(Generic[H, R]):
             self._host.say(f"a frame was dropped: {error}")
             self._host.send(link, messages.encode(messages.Refused(str(error))))
             return None
+        if isinstance(message, messages.Message):
+            return message
         if isinstance(message, messages.Heartbeat):
-            self._pulse.heard(link, now, message.steps)
-            if message.rooms and not rooms:
+            peer.steps = message.steps
+            if message.rooms and not peer.rooms:
                 self._host.send(link, messages.encode(messages.Heartbeat(self.steps, 0)))
             return None
         if isinstance(message, messages.Refused):
             self.counters["frames_refused_by_peers"] += 1
         return message
 
+    def _busy(self, peer: Peer[R], now: float) -> None:
+        """A link has got its first room."""
+        self._pulse.busy(peer, now)
+        self._timers.watch(self._pulse)
+
     def _beat(self, now: float) -> None:
         """Send heartbeats, and give up the links of peers that hang."""
-        speak, silent = self._pulse.beat(now, lambda link: len(self._rooms_on(link)))
+        peers = self._peers
+        speak, silent = self._pulse.beat(now, peers)
+        self._timers.watch(self._pulse)
         for link in speak:
-            self._host.send(link, messages.encode(messages.Heartbeat(self.steps, len(self._rooms_on(link)))))
+            self._host.send(link, messages.encode(messages.Heartbeat(self.steps, len(peers[link].rooms))))
         for link, sentence in silent:
             self.counters["hung_peers"] += 1
             self._give_up(link, sentence, now)
@@ -77,11 +108,24 @@ class Instance(Generic[H, R]):
         if self._rooms.get(room.room) is room:
             del self._rooms[room.room]
 
+    def _close(self, room: R) -> None:
+        """A room holds nothing any more."""
+        self._leave(room)
+        if room.generation is not None:
+            self._ending.pop(room.generation, None)
+            peer = self._peers.get(room.link) if room.link is not None else None
+            if peer is not None:
+                peer.rooms.pop(room.generation, None)
+
     def _totals(self) -> dict[str, float]:
         return {f"{name}_total": float(value) for name, value in self.counters.items()}
 
-    def _rooms_on(self, link: str) -> Mapping[int, R]:
-        """The rooms of a link that stands, by generation."""
+    def _fire(self, timed: Timed, now: float) -> None:
+        """A deadline has passed."""
+        raise NotImplementedError
+
+    def _give_pages(self, now: float) -> None:
+        """To those who wait for them, as far as these reach."""
         raise NotImplementedError
 
     def _give_up(self, link: str, sentence: str, now: float) -> None:

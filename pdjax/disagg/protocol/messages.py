@@ -232,7 +232,7 @@ def mismatch(prefill: Registration, decode: Registration) -> str | None:
         ours, theirs = getattr(prefill, field), getattr(decode, field)
         if ours != theirs:
             return f"{field} differs: prefill has {ours!r}, decode has {theirs!r}"
-    for field in StateSpec.__struct_fields__:
+    for field in StateSpec.__struct_fields__ if prefill.state != decode.state else ():
         ours, theirs = getattr(prefill.state, field), getattr(decode.state, field)
         if ours != theirs:
             return f"{field} of the KV state differs: prefill has {ours!r}, decode has {theirs!r}"

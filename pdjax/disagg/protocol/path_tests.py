@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pdjax.disagg.protocol.timers import NEVER
+
 IDLE = 30.0  # seconds without a chunk after which a path is tested again
 ATTEMPTS = 3  # of a test whose bytes arrive damaged
 _FRESH = 2 * IDLE  # seconds for which a path that works shows that it is not this instance that is broken
@@ -33,11 +35,14 @@ class Due(msgspec.Struct, frozen=True, gc=False):
 class PathTests:
     """By link. `bound`: seconds in which a test message must have come."""
 
+    closed = False
+
     def __init__(self, bound: float) -> None:
         self._bound = bound
         self._paths: dict[str, _Path] = {}
         self._numbers = 0
-        self.next: float | None = None  # when to call `due` at the latest
+        self.deadline = NEVER  # when to call `due` at the latest
+        self.timer = NEVER
 
     def up(self, link: str, now: float) -> int:
         """A link stands. Returns the number of its first test."""
@@ -76,7 +81,7 @@ class PathTests:
 
     def due(self, now: float) -> Due:
         """Look at all paths."""
-        stood_still = self.next is not None and now - self.next > self._bound / 2
+        stood_still = now - self.deadline > self._bound / 2
         found = Due([], [])
         for link, path in self._paths.items():
             if path.number and stood_still:
@@ -85,14 +90,13 @@ class PathTests:
                 found.overdue.append(link)
             elif not path.number and now - path.moved_at >= IDLE:
                 found.tests.append((link, self._begin(path, now)))
-        self.next = min((self._at(path) for path in self._paths.values()), default=None)
+        self.deadline = min(map(self._at, self._paths.values()), default=NEVER)
         return found
 
     def _begin(self, path: _Path, now: float) -> int:
         self._numbers += 1
         path.number, path.moved_at = self._numbers, now
-        if self.next is None or self._at(path) < self.next:
-            self.next = self._at(path)
+        self.deadline = min(self.deadline, self._at(path))
         return path.number
 
     def _at(self, path: _Path) -> float:

@@ -7,15 +7,16 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from pdjax.disagg.protocol import actions, messages, prefill_room
+from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.actions import Action, Fail, Send, StartPrefill, Succeed, Transfer
 from pdjax.disagg.protocol.asks import PREFILL_COUNTERS, PrefillAsk
 from pdjax.disagg.protocol.hosts import PrefillHost
 from pdjax.disagg.protocol.instance import Instance
-from pdjax.disagg.protocol.prefill_room import PrefillRoom, Timeouts
+from pdjax.disagg.protocol.prefill_room import PrefillRoom, PromptDone, Timeouts
+from pdjax.disagg.protocol.pulse import Peer
 from pdjax.disagg.protocol.states import RoomState
-from pdjax.disagg.protocol.timers import Timers, earliest
+from pdjax.disagg.protocol.timers import Timed
 from pdjax.disagg.protocol.tombstones import Tombstones
-from pdjax.disagg.protocol.turns import Turns
 
 
 @dataclass
@@ -33,19 +34,17 @@ class _Flight(msgspec.Struct, frozen=True):
     """A write on its way."""
 
     room: PrefillRoom
-    chunk: int
     slot: int
 
 
 @dataclass
-class _Peer:
-    """A decode instance on a link, and the rooms that it has claimed, by generation, until they hold nothing."""
+class _Peer(Peer[PrefillRoom]):
+    """A decode instance on a link, with the rooms that it has claimed."""
 
-    registration: messages.Registration
-    rooms: dict[int, PrefillRoom] = field(default_factory=dict)
+    slot_pages: int = 0  # that a chunk may have for it
 
 
-class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
+class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
     """Call what has happened, and it calls its host. `now` is in seconds of one clock that never goes back."""
 
     def __init__(self, host: PrefillHost, *, registration: messages.Registration, timeouts: Timeouts) -> None:
@@ -53,15 +52,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         self._registration = registration
         # Under `prefill_complete` the decode side looks for pages only once the prompt is computed.
         self._hold = timeouts.alloc if registration.allocation == messages.PREFILL_COMPLETE else 0.0
-        self._ending: dict[int, PrefillRoom] = {}  # ended, with writes on their way, by generation
-        self._jobs: dict[int, _Job] = {}  # by room
-        self._room_of: dict[str, int] = {}
-        self._turns: Turns[_Job] = Turns()  # claimed, without pages
         self._computing: dict[str, int] = {}  # priorities of the prompts that have their pages
-        self._timers: Timers[PrefillRoom] = Timers()
-        self._peers: dict[str, _Peer] = {}
         self._tombstones = Tombstones(timeouts.bootstrap)
-        self._pending: deque[tuple[PrefillRoom, actions.Transfer]] = deque()
+        self._pending: deque[tuple[PrefillRoom, Transfer]] = deque()
         self._flights: dict[int, _Flight] = {}
         self._path_tests: dict[int, str] = {}  # links that are tested, by write
         self._writes = 0
@@ -75,27 +68,15 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         self._jobs[ask.room] = _Job(ask)
         self._room_of[ask.rid] = ask.room
         room = self._room(ask.room)
-        self._feed(room, prefill_room.Requested(ask.prompt_tokens, ask.prompt_digest), now)
+        self._do(room, room.requested(ask.prompt_tokens, ask.prompt_digest, now), now)
 
     def cancel(self, rid: str, reason: str, now: float) -> None:
         """A request's client has gone."""
         number = self._room_of.get(rid)
         if number is not None:
             self._drop_job(number)
-            reason = f"the prefill request was aborted: {reason}"
-            self._feed(self._rooms[number], prefill_room.Cancel(499, reason), now)
-
-    def tick(self, now: float) -> float | None:
-        """Fire what is due, admit what can be admitted. Returns when to call again at the latest."""
-        at = self._timers.next
-        if at is not None and at <= now:
-            for room in self._timers.due(now):
-                self._feed(room, prefill_room.Tick(), now)
-        if self._turns:
-            self._admit(now)
-        if self._pulse.due is not None and now >= self._pulse.due:
-            self._beat(now)
-        return earliest(self._timers.next, self._pulse.due)
+            room = self._rooms[number]
+            self._do(room, room.cancel(499, f"the prefill request was aborted: {reason}"), now)
 
     def computing(self, rid: str, first_page: int, end_page: int, now: float) -> None:
         """A step that computes these pages of a prompt is about to run: ask for slots meanwhile."""
@@ -125,7 +106,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         job = self._jobs[number]
         self._computing.pop(rid, None)
         self._send_planned(job, now)
-        done = prefill_room.PromptDone(
+        done = PromptDone(
             token,
             logprob,
             job.computing - job.started,
@@ -135,7 +116,8 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
             prompt_logprobs or [],
             prompt_top or [],
         )
-        self._feed(self._rooms[number], done, now)
+        room = self._rooms[number]
+        self._do(room, room.prompt_done(done, now), now)
 
     def link_up(self, link: str, hello: bytes, now: float) -> None:
         """A decode instance has linked to this one."""
@@ -149,8 +131,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
             self._host.say(f"a decode instance was refused: {problem}")
             self._host.close(link)
             return
-        self._peers[link] = _Peer(peer)
-        self._pulse.up(link, now)
+        self._peers[link] = _Peer(slot_pages=min(peer.slot_pages, self._registration.slot_pages))
 
     def link_down(self, link: str, reason: str, now: float) -> None:
         """A link has ended."""
@@ -164,7 +145,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         self._host.say(reason)
         peer = self._peers.get(link)
         for room in list(peer.rooms.values()) if peer is not None else []:
-            self._feed(room, prefill_room.Cancel(502, reason), now)
+            self._do(room, room.cancel(502, reason), now)
         self._host.close(link)
         self._drop_link(link, reason, now)
 
@@ -173,17 +154,17 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         peer = self._peers.get(link)
         if peer is None:
             return
-        message = self._hear(link, body, peer.rooms, now)
-        if isinstance(message, messages.Refused):
-            self._host.say(f"a decode instance dropped a frame: {message.reason}")
-        elif isinstance(message, messages.Claim):
+        message = self._hear(link, body, peer, now)
+        if isinstance(message, messages.Claim):
             self._claimed(link, peer, message, now)
+        elif isinstance(message, messages.Message):
+            self._received(link, message, now)
+        elif isinstance(message, messages.Refused):
+            self._host.say(f"a decode instance dropped a frame: {message.reason}")
         elif isinstance(message, messages.PathTest):
             self._test_path(link, message.number, now)
         elif isinstance(message, messages.PathFailed):
             self._path_failed(link, message.reason, now)
-        elif message is not None:
-            self._received(link, message, now)
 
     def write_ended(self, id: int, error: str | None, now: float) -> None:
         """A write is over; `error` says why it failed."""
@@ -199,7 +180,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         if error is None:
             self._health.moved(now)
         self._host.free_slot(flight.slot)
-        self._feed(flight.room, prefill_room.WriteEnded(flight.chunk, error), now)
+        self._do(flight.room, flight.room.write_ended(error, now), now)
         self._start_writes(now)
 
     def stats(self) -> dict[str, float]:
@@ -207,16 +188,16 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         live = list(self._rooms.values())
         return self._totals() | {
             "rooms": len(live) + len(self._ending),
-            "waiting_requests": len(self._turns),
+            "waiting_requests": len(self._turns.waiting),
             "bootstrap_requests": sum(room.state is RoomState.BOOTSTRAPPING for room in live),
-            "inflight_requests": sum(room.prompt_done for room in live),
+            "inflight_requests": sum(room.computed for room in live),
             "links": len(self._peers),
             "writes_in_flight": len(self._flights),
         }
 
     def check_integrity(self) -> None:
         """Raise unless the books add up; call it when no request is live."""
-        if self._jobs or len(self._turns) or self._computing:
+        if self._jobs or len(self._turns.waiting) or self._computing:
             raise AssertionError(f"rooms without a live request: {sorted(self._jobs)}, {sorted(self._computing)}")
 
     def _room(self, number: int) -> PrefillRoom:
@@ -248,80 +229,90 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
         if room.generation is None:
             peer.rooms[claim.generation] = room
             if len(peer.rooms) == 1:
-                self._pulse.busy(link, now)
-        self._feed(room, prefill_room.Received(link, claim), now)
+                self._busy(peer, now)
+        self._do(room, room.received(link, claim, now), now)
 
     def _received(self, link: str, message: messages.RoomMessage, now: float) -> None:
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
             room = self._ending.get(message.generation)
         if room is not None:
-            self._feed(room, prefill_room.Received(link, message), now)
+            self._do(room, room.received(link, message, now), now)
         elif isinstance(message, messages.Abort):
             acknowledgement = messages.AbortAck(message.room, message.generation)
             self._host.send(link, messages.encode(acknowledgement))
 
-    def _admit(self, now: float) -> None:
-        """Give claimed rooms their pages: by priority, then in order; one prompt at a time among equals, so that each
-        finds what the one before has cached."""
-        while self._turns:
-            job = self._turns.first
-            rid = job.ask.rid
-            if any(priority >= job.ask.priority for priority in self._computing.values()):
-                return
+    def _fire(self, timed: Timed, now: float) -> None:
+        if isinstance(timed, PrefillRoom):
+            self._do(timed, timed.tick(now), now)
+        else:
+            self._beat(now)
+
+    def _give_pages(self, now: float) -> None:
+        """To claimed rooms: by priority, then in order; one prompt at a time among equals, so that each finds what the
+        one before has cached."""
+        while (job := self._turns.first) is not None:
+            rid, own = job.ask.rid, job.ask.priority
+            for priority in self._computing.values():
+                if priority >= own:
+                    return
             cached_pages = self._host.begin_prompt(rid)
             if cached_pages is None:
                 return
             self._turns.discard(rid)
-            self._computing[rid] = job.ask.priority
+            self._computing[rid] = own
             self._plan_chunks(job, 0, cached_pages, now)
             self._send_planned(job, now)
 
     def _plan_chunks(self, job: _Job, first_page: int, end_page: int, now: float) -> None:
         room = self._rooms[job.ask.room]
         assert room.link is not None, "only a claimed room is prefilled"
-        slot_pages = min(self._peers[room.link].registration.slot_pages, self._registration.slot_pages)
-        job.planned = []
-        for first in range(max(first_page, room.first_page), end_page, slot_pages):
-            job.planned.append(job.chunks)
-            planned = prefill_room.ChunkPlanned(job.chunks, first, min(slot_pages, end_page - first))
+        first, slot_pages = max(first_page, room.first_page), self._peers[room.link].slot_pages
+        while first < end_page:
+            chunk, pages = job.chunks, min(slot_pages, end_page - first)
+            job.planned.append(chunk)
             job.chunks += 1
-            self._feed(room, planned, now)
+            self._do(room, room.chunk_planned(chunk, first, pages), now)
+            first += pages
 
     def _send_planned(self, job: _Job, now: float) -> None:
         """The planned chunks are in their pages: each goes as soon as it has its slot."""
-        planned, job.planned = job.planned, []
-        for chunk in planned:
-            self._feed(self._rooms[job.ask.room], prefill_room.ChunkComputed(chunk), now)
-
-    def _feed(self, room: PrefillRoom, event: prefill_room.Event, now: float) -> None:
-        for action in room.handle(event, now):
-            self._perform(room, action, now)
-        if room.closed:
+        if not job.planned:
             return
-        if room.state.final:
+        planned, job.planned, room = job.planned, [], self._rooms[job.ask.room]
+        for chunk in planned:
+            self._do(room, room.chunk_computed(chunk), now)
+
+    def _do(self, room: PrefillRoom, actions: list[Action], now: float) -> None:
+        """What a room asks for after an event."""
+        for action in actions:
+            if isinstance(action, Send):
+                self._host.send(action.link, messages.encode(action.message))
+            else:
+                self._perform(room, action, now)
+        if room.closed:
+            self._close(room)
+        elif room.state.final:
             if room.generation is not None:
                 self._ending[room.generation] = room
-        else:
+        elif room.deadline < room.timer:
             self._timers.watch(room)
 
-    def _perform(self, room: PrefillRoom, action: actions.Action, now: float) -> None:
+    def _perform(self, room: PrefillRoom, action: Action, now: float) -> None:
         match action:
-            case actions.Send(link, message):
-                self._host.send(link, messages.encode(message))
-            case actions.StartPrefill():
+            case StartPrefill():
                 job = self._jobs[room.room]
                 job.started = now
                 self._turns.push(job.ask.rid, job, priority=job.ask.priority, arrived=job.ask.arrived)
-            case actions.Transfer():
+            case Transfer():
                 self._pending.append((room, action))
                 self._start_writes(now)
-            case actions.Succeed():
+            case Succeed():
                 self._leave(room)
                 job = self._drop_job(room.room)
                 if job is not None:
                     self._host.finish(job.ask.rid)
-            case actions.Fail(status, reason):
+            case Fail(status, reason):
                 self._leave(room)
                 unclaimed = room.awaits_claim
                 if unclaimed is not None:
@@ -331,18 +322,8 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
                 job = self._drop_job(room.room)
                 if job is not None:
                     self._host.fail(job.ask.rid, status, reason)
-            case actions.Close():
-                self._close(room)
             case _:
                 raise TypeError(f"a prefill room does not {type(action).__name__}")
-
-    def _close(self, room: PrefillRoom) -> None:
-        self._leave(room)
-        if room.generation is not None:
-            self._ending.pop(room.generation, None)
-            peer = self._peers.get(room.link) if room.link is not None else None
-            if peer is not None:
-                peer.rooms.pop(room.generation, None)
 
     def _drop_job(self, number: int) -> _Job | None:
         job = self._jobs.pop(number, None)
@@ -366,13 +347,13 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
             self._pending.popleft()
             self._write(room, room.link, transfer, slot, now)
 
-    def _write(self, room: PrefillRoom, link: str, transfer: actions.Transfer, slot: int, now: float) -> None:
+    def _write(self, room: PrefillRoom, link: str, transfer: Transfer, slot: int, now: float) -> None:
         assert room.generation is not None, "only a claimed room has anything to send"
         job = self._jobs[room.room]
         self._writes += 1
         id = self._writes
-        self._flights[id] = _Flight(room, transfer.chunk, slot)
-        self._feed(room, prefill_room.WriteStarted(transfer.chunk), now)
+        self._flights[id] = _Flight(room, slot)
+        room.write_started()
         self.counters["sent_chunks"] += 1
         nbytes = transfer.pages * self._registration.state.page_bytes
         self.counters["sent_bytes"] += nbytes
@@ -383,13 +364,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom]):
 
     def _drop_link(self, link: str, reason: str, now: float) -> None:
         peer = self._peers.pop(link, None)
-        self._pulse.down(link)
         self._host.close_path(link)
         for room in list(peer.rooms.values()) if peer is not None else ():
-            self._feed(room, prefill_room.LinkLost(reason), now)
-
-    def _rooms_on(self, link: str) -> dict[int, PrefillRoom]:
-        return self._peers[link].rooms
+            self._do(room, room.link_lost(reason), now)
 
     def _give_up(self, link: str, sentence: str, now: float) -> None:
         reason = f"the link to the decode instance is given up: {sentence}"

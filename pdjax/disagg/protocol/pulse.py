@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pdjax.disagg.protocol.timers import NEVER
+
+R = TypeVar("R")
 
 
 @dataclass
-class Heard:
-    """What is known of a peer: when it last said anything, and how many steps it had run by its last heartbeat."""
+class Peer(Generic[R]):
+    """The other end of a link.
 
-    at: float
+    Attributes:
+        rooms: those with it that hold something, by generation.
+        heard_at: when it last said anything.
+        steps: how many it had run by its last heartbeat.
+    """
+
+    rooms: dict[int, R] = field(default_factory=dict)
+    heard_at: float = 0.0
     steps: int = 0
 
 
@@ -18,47 +30,35 @@ class Pulse:
     """For all links of an instance. A peer is expected to speak only while this side has rooms on the link: it has
     the same rooms, and where it has not, it answers our heartbeats."""
 
+    closed = False
+
     def __init__(self, interval: float, bound: float) -> None:
         self._interval = interval
         self._bound = bound
-        self._heard: dict[str, Heard] = {}
-        self.due: float | None = None  # when to call `beat` next; None: not before `busy`
+        self.deadline = NEVER  # when to call `beat` next
+        self.timer = NEVER
 
-    def up(self, link: str, now: float) -> None:
-        """A link stands."""
-        self._heard[link] = Heard(now)
-
-    def down(self, link: str) -> None:
-        """A link is gone."""
-        self._heard.pop(link, None)
-
-    def heard(self, link: str, now: float, steps: int | None = None) -> None:
-        """A peer has said something."""
-        peer = self._heard.get(link)
-        if peer is not None:
-            peer.at = now
-            if steps is not None:
-                peer.steps = steps
-
-    def busy(self, link: str, now: float) -> None:
+    def busy(self, peer: Peer, now: float) -> None:
         """A link has got its first room: from now on its peer is expected to speak."""
-        self.heard(link, now)
-        if self.due is None:
-            self.due = now + self._interval
+        peer.heard_at = now
+        if self.deadline == NEVER:
+            self.deadline = now + self._interval
 
-    def beat(self, now: float, live: Callable[[str], int]) -> tuple[list[str], list[tuple[str, str]]]:
+    def beat(self, now: float, peers: Mapping[str, Peer]) -> tuple[list[str], list[tuple[str, str]]]:
         """Links to send a heartbeat on, and links whose peers have been silent for too long, with a sentence each."""
-        late = now - self.due > self._bound / 2 if self.due is not None else False
-        speak = [link for link in self._heard if live(link)]
-        self.due = now + self._interval if speak else None
+        late = now - self.deadline > self._bound / 2
+        speak: list[str] = []
         silent: list[tuple[str, str]] = []
-        for link in speak:
-            peer = self._heard[link]
+        for link, peer in peers.items():
+            if not peer.rooms:
+                continue
             if late:
-                peer.at = now  # it was this side that stood still, and has not read what came meanwhile
-            elif now - peer.at >= self._bound:
-                silent.append(
-                    (link, f"it has said nothing for {now - peer.at:.1f} s, after {peer.steps} steps: it hangs")
-                )
-        hung = {link for link, _ in silent}
-        return [link for link in speak if link not in hung], silent
+                peer.heard_at = now  # it was this side that stood still, and has not read what came meanwhile
+            silence = now - peer.heard_at
+            if silence < self._bound:
+                speak.append(link)
+            else:
+                sentence = f"it has said nothing for {silence:.1f} s, after {peer.steps} steps: it hangs"
+                silent.append((link, sentence))
+        self.deadline = now + self._interval if speak or silent else NEVER
+        return speak, silent

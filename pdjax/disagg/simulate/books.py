@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdjax.disagg.simulate.world import Write
+
 
 class Violation(AssertionError):
     """Something happened that must never happen. `room` is the one it happened to, if known."""
@@ -58,8 +63,7 @@ class Slots:
         self.free = list(range(count))
         self.out = [False] * count
         self.epochs = [0] * count
-        self.content: list[object] = [None] * count
-        self.right = [True] * count  # whether the bytes are those that were sent
+        self.content: list[Write | None] = [None] * count  # what has landed
 
     def take(self) -> int | None:
         """A free slot."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import heapq
 import random
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdjax.disagg.protocol import messages
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 TEXTS = 4  # that several requests begin with
 MOST_PAGES = 16  # more than a prompt has
+ENDS = 2 * TIMEOUTS.alloc + 2 * TIMEOUTS.link + TIMEOUTS.bootstrap  # all that a room may wait for once
 
 # A reason that a client is told must be true: each goes with what must have happened.
 SELF_MADE, CONTEST, LINK, DAMAGE = "abort", "contest", "link", "damage"
@@ -79,11 +81,17 @@ class Room:
     prefill_end: str | None = None  # empty: served
     decode_end: str | None = None
 
-    @property
-    def tokens(self) -> list[int]:
-        """The prompt, one token a page: those that requests share, and its own."""
-        own = int.from_bytes(self.digest, "big") + TEXTS
-        return [(self.text if page < self.common else own) * MOST_PAGES + page for page in range(self.pages)]
+    tokens: list[int] = field(init=False)  # the prompt, one a page: those that requests share, and its own
+
+    def __post_init__(self) -> None:
+        text, own = self.text * MOST_PAGES, (int.from_bytes(self.digest, "big") + TEXTS) * MOST_PAGES
+        self.tokens = [*range(text, text + self.common), *range(own + self.common, own + self.pages)]
+
+    def again(self, id: int, number: int) -> Room:
+        """Another request for the same."""
+        room = copy.copy(self)
+        room.id, room.number = id, number
+        return room
 
 
 class Clients:
@@ -131,6 +139,7 @@ class Clients:
         draw = self.random
         self.rooms += 1
         pages = draw.choice((1, 1, 2, 3, 3, 4, 6, 9, 14))
+        text, common = (draw.randrange(TEXTS), draw.randrange(pages + 1)) if draw.random() < 0.5 else (0, 0)
         room = Room(
             id=self.rooms,
             number=draw.getrandbits(62) if self.rooms > 1 else 0,
@@ -141,11 +150,11 @@ class Clients:
             cached_pages=draw.randrange(pages) if draw.random() < 0.2 else 0,
             growth=draw.randrange(8),
             generates=draw.expovariate(10),
-            priority=draw.choice((0, 0, 0, 0, 1)),
+            priority=int(draw.random() < 0.2),
+            text=text,
+            common=common,
             final=plain,
         )
-        if draw.random() < 0.5:
-            room.text, room.common = draw.randrange(TEXTS), draw.randrange(pages + 1)
         if not plain and draw.random() < 0.08:
             self._sample_again(room, draw.randint(1, 3))
         kind = draw.random() if not plain else 1.0
@@ -176,16 +185,16 @@ class Clients:
         """More samples of a request's prompt."""
         for _ in range(samples):
             self.rooms += 1
-            sample = replace(room, id=self.rooms, number=self.random.getrandbits(62), follows=room.id)
+            sample = room.again(self.rooms, self.random.getrandbits(62))
+            sample.follows = room.id
             self.world.after(self.random.random() * 0.02, self._dispatch, sample)
 
     def _dispatch(self, room: Room) -> None:
         draw = self.random
-        first, second = draw.random() * 0.004, draw.random() * 0.01
-        sides = ["prefill", "decode"]
-        draw.shuffle(sides)
-        for side, delay in zip(sides[: room.halves], (first, second), strict=False):
-            self.world.after(delay, self._submit, room, side)
+        first, second = ("prefill", "decode") if draw.random() < 0.5 else ("decode", "prefill")
+        self.world.after(draw.random() * 0.004, self._submit, room, first)
+        if room.halves == 2:
+            self.world.after(draw.random() * 0.01, self._submit, room, second)
 
     def _duplicate(self, room: Room) -> None:
         """Another request under the same number, at other instances as it may be."""
@@ -219,16 +228,16 @@ class Clients:
             return
         # Each chunk that lands starts the wait for the next one anew.
         chunks = -(-room.pages // self.settings.slot_pages) + 1
-        bound = TIMEOUTS.alloc * 2 + 2 * TIMEOUTS.link + TIMEOUTS.bootstrap + (chunks + 2) * TIMEOUTS.waiting
-        bound += room.generates
+        bound = ENDS + (chunks + 2) * TIMEOUTS.waiting + room.generates
         if room.follows:
             bound += TIMEOUTS.alloc + TIMEOUTS.waiting
         self._open[room.id, side] = (life, room)
         heapq.heappush(self._bounds, (self.world.now + bound, room.id, side, room))
-        self.world.tell(life.name, f"is sent its half of request {room.id}, room {room.number}, {room.pages} pages")
-        life.receive(self._take, None, life, room)
+        if self.world.log is not None:
+            self.world.tell(life.name, f"is sent its half of request {room.id}, room {room.number}, {room.pages} pages")
+        life.receive(self._take, life, room)
 
-    def _take(self, _: object, life: PrefillLife | DecodeLife, room: Room) -> None:
+    def _take(self, life: PrefillLife | DecodeLife, room: Room) -> None:
         if (room.id, life.role) in self._open:
             life.submit(room, f"r{room.id}")
 
@@ -242,9 +251,9 @@ class Clients:
         for life in both[:1] if room.halved else both:
             if (room.id, life.role) in self._open:
                 self._end(room, life.role, "was aborted: by its client")
-                life.receive(self._cancel, None, life, room)
+                life.receive(self._cancel, life, room)
 
-    def _cancel(self, _: object, life: PrefillLife | DecodeLife, room: Room) -> None:
+    def _cancel(self, life: PrefillLife | DecodeLife, room: Room) -> None:
         life.cancel(f"r{room.id}", "the client left")
 
     def prefill_ended(self, room: Room, rid: str, reason: str | None, status: int = 200) -> None:
@@ -271,7 +280,8 @@ class Clients:
 
     def _end(self, room: Room, side: str, reason: str | None, status: int = 499) -> None:
         self._open.pop((room.id, side), None)
-        self.world.tell(f"client {room.id}", f"{side} half of room {room.number}: {reason or 'served'}")
+        if self.world.log is not None:
+            self.world.tell(f"client {room.id}", f"{side} half of room {room.number}: {reason or 'served'}")
         if side == "prefill":
             room.prefill_end = reason or ""
         else:
@@ -299,22 +309,15 @@ class Clients:
         room.aborted = True
         for life in (self.prefills[room.prefill], self.decodes[room.decode]):
             if self._open.pop((room.id, life.role), None) is not None:
-                self.world.after(self.random.random() * 0.01, life.receive, self._cancel, None, life, room)
+                self.world.after(self.random.random() * 0.01, life.receive, self._cancel, life, room)
         earlier = (*room.earlier, room)
         self.rooms += 1
         self.recomputed += 1
-        again = room.later = replace(
-            room,
-            id=self.rooms,
-            number=self.random.getrandbits(62),
-            prefill=self._other(len(self.prefills), {other.prefill for other in earlier}),
-            decode=self._other(len(self.decodes), {other.decode for other in earlier}),
-            earlier=earlier,
-            later=None,
-            aborted=False,
-            prefill_end=None,
-            decode_end=None,
-        )
+        again = room.again(self.rooms, self.random.getrandbits(62))
+        again.prefill = self._other(len(self.prefills), {other.prefill for other in earlier})
+        again.decode = self._other(len(self.decodes), {other.decode for other in earlier})
+        again.earlier, again.aborted, again.prefill_end, again.decode_end = earlier, False, None, None
+        room.later = again
         self.world.tell(f"client {room.id}", f"room {room.number} is lost: computed anew as room {again.number}")
         self._dispatch(again)
         return True
@@ -325,7 +328,7 @@ class Clients:
     def _stop_other(self, room: Room, life: PrefillLife | DecodeLife) -> None:
         if (room.id, life.role) in self._open:
             self._open.pop((room.id, life.role))
-            life.receive(self._cancel, None, life, room)
+            life.receive(self._cancel, life, room)
 
     def _check_reason(self, room: Room, reason: str) -> None:
         if not reason:

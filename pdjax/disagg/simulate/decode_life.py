@@ -12,7 +12,7 @@ from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.life import Life
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
-from pdjax.disagg.simulate.world import Link, World
+from pdjax.disagg.simulate.world import End, World
 
 if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
@@ -51,40 +51,37 @@ class DecodeLife(Life):
             if not decoding:
                 self.machine.cancel(rid, reason, self.now)
 
-    def link_up(self, link: Link, hello: bytes) -> None:
+    def link_up(self, end: End, hello: bytes) -> None:
         """Event."""
-        self.machine.link_up(link.name, hello, self.now)
+        self.machine.link_up(end.name, hello, self.now)
 
     def link_failed(self, link: str, reason: str, gone: bool) -> None:
         """The world's answer to `connect`."""
-        self.receive(self._link_failed, None, link, reason, gone)
+        self.receive(self._link_failed, link, reason, gone)
 
-    def _link_failed(self, _: Link | None, link: str, reason: str, gone: bool) -> None:
+    def _link_failed(self, link: str, reason: str, gone: bool) -> None:
         if link in self.asked:
             self.asked.discard(link)
             self.machine.link_failed(link, reason, self.now, gone=gone)
 
-    def link_down(self, link: Link, reason: str, gone: bool) -> None:
+    def link_down(self, end: End, reason: str, gone: bool) -> None:
         """Event."""
-        link.open[self] = False
-        if self.links.get(link.name) is link:
-            del self.links[link.name]
-        self.world.tell(self.name, f"hears that {link.name} has ended: {reason}")
-        self.machine.link_down(link.name, reason, self.now, gone=gone)
+        end.open = False
+        if self.links.get(end.name) is end:
+            del self.links[end.name]
+        self.world.tell(self.name, f"hears that {end.name} has ended: {reason}")
+        self.machine.link_down(end.name, reason, self.now, gone=gone)
 
-    def frame(self, link: Link, body: bytes) -> None:
-        """Event."""
-        self.machine.frame(link.name, body, self.now)
-
-    def notice(self, link: Link | None, notice: messages.ChunkNotice) -> None:
+    def notice(self, notice: messages.ChunkNotice) -> None:
         """Event of the data path."""
-        self.machine.landed(notice, self.now, damaged=not self.slots.right[notice.slot])
+        landed = self.slots.content[notice.slot]
+        self.machine.landed(notice, self.now, damaged=landed is not None and not landed.right)
 
-    def test_came(self, link: Link | None, number: int) -> None:
+    def test_came(self, number: int) -> None:
         """Event of the data path."""
         self.machine.test_came(number, self.now)
 
-    def drained(self, link: Link | None, id: int) -> None:
+    def drained(self, id: int) -> None:
         """Event of the data path."""
         self.machine.drained(id, self.now)
 
@@ -126,11 +123,10 @@ class DecodeLife(Life):
             raise Violation(f"{self.name} scatters into pages that {rid} does not have", room.number)
         if first_page < grant.cached:
             raise Violation(f"{self.name} scatters into pages that {rid} shares with others", room.number)
-        content = self.slots.content[slot]
-        if not isinstance(content, tuple) or content[1:] != (first_page, pages):
-            raise Violation(f"{self.name} scatters {content} as pages {first_page}+{pages} of {rid}", room.number)
-        for page in range(first_page, first_page + pages):
-            self._content[grant.pages[page]] = content[0].tokens[page]
+        landed, end = self.slots.content[slot], first_page + pages
+        if landed is None or (landed.notice.first_page, landed.notice.pages) != (first_page, pages):
+            raise Violation(f"{self.name} scatters {landed} as pages {first_page}+{pages} of {rid}", room.number)
+        self._content.update(zip(grant.pages[first_page:end], landed.room.tokens[first_page:end], strict=True))
 
     def drain(self, id: int) -> None:
         """See `DecodeHost`."""
@@ -142,16 +138,16 @@ class DecodeLife(Life):
         """See `DecodeHost`: the pages must hold what a prefill of this very prompt, or one that begins alike, has
         computed."""
         room = self.rooms[rid]
-        held = [self._content.get(page) for page in self._granted[rid].pages[: room.pages]]
+        held = list(map(self._content.get, self._granted[rid].pages[: room.pages]))
         if held != room.tokens:
             missing = [page for page, token in enumerate(room.tokens) if held[page] != token]
             raise Violation(f"{self.name} decodes {rid} from pages that are not its own: {missing}", room.number)
         self.prefix.publish(rid, room.tokens, self._granted[rid].pages)
         self.clients.decode_started(room, rid)
         self._decoding.add(rid)
-        self.world.after(room.generates, self.receive, self._generated, None, rid)
+        self.world.after(room.generates, self.receive, self._generated, rid)
 
-    def _generated(self, link: Link | None, rid: str) -> None:
+    def _generated(self, rid: str) -> None:
         room = self.rooms.get(rid)
         if room is not None and rid in self._decoding:
             del self.rooms[rid]

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.simulate.books import Slots
 from pdjax.disagg.simulate.settings import Settings, registration
-from pdjax.disagg.simulate.world import Link, World
+from pdjax.disagg.simulate.world import End, World
 
 if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
@@ -34,42 +35,44 @@ class Life:
         self.alive = True
         self.stopped = False
         self.offset = 0.0  # of its clock
-        self.links: dict[str, Link] = {}
+        self.links: dict[str, End[Life]] = {}  # this side of each
         self.rooms: dict[str, Room] = {}  # live requests, by id
         self.slots = Slots(self.name, settings.slots)
         self.registration = registration(self.role, world.random.getrandbits(62), settings, policy)
         self.hello = messages.encode(self.registration)
-        self._backlog: deque[tuple[Callable[..., None], Link | None, tuple[Any, ...]]] = deque()
-        self._wake_at: float | None = None
+        # What has come while it stands still; what came over a link counts only if that stands.
+        self.backlog: deque[tuple[End[Life] | None, Callable[..., None], tuple[Any, ...]]] = deque()
+        self._wake_at = NEVER
 
-    def receive(self, call: Callable[..., None], link: Link | None, *arguments: Any) -> None:
+    def receive(self, call: Callable[..., None], *arguments: Any) -> None:
         """Something has happened to this process: now, or when it goes on, or never."""
         if not self.alive:
             return
         if self.stopped:
-            self._backlog.append((call, link, arguments))
+            self.backlog.append((None, call, arguments))
             return
-        call(link, *arguments)
+        call(*arguments)
         self.turn()
 
-    def link_down(self, link: Link, reason: str, gone: bool) -> None:
+    def frame(self, end: End[Life], body: bytes) -> None:
+        """Event: a frame has come over a link."""
+        self.machine.frame(end.name, body, self.world.now + self.offset)
+
+    def link_down(self, end: End[Life], reason: str, gone: bool) -> None:
         """Event: the other end has closed."""
         raise NotImplementedError
 
     def turn(self) -> None:
         """What an engine's loop does between steps."""
-        now = self.now
+        now = self.world.now + self.offset
         deadline = self.machine.tick(now)
-        if deadline is None:
-            return
-        wake_at = self._wake_at
-        if wake_at is None or deadline < wake_at:
+        if deadline < self._wake_at:
             self._wake_at = deadline
             self.world.after(max(deadline - now, 0.0) + 1e-6, self._wake, deadline)
 
     def _wake(self, at: float) -> None:
         if self._wake_at == at:
-            self._wake_at = None
+            self._wake_at = NEVER
             if self.alive and not self.stopped:
                 self.turn()
 
@@ -91,26 +94,28 @@ class Life:
             return
         self.stopped = False
         self.world.tell(self.name, "goes on")
-        while self._backlog:
-            call, link, arguments = self._backlog.popleft()
-            if link is None or link.open[self]:
-                call(link, *arguments)
+        while self.backlog:
+            end, call, arguments = self.backlog.popleft()
+            if end is None:
+                call(*arguments)
+            elif end.open:
+                call(end, *arguments)
         self.turn()
 
     def jump(self, seconds: float) -> None:
         """The clock goes forward."""
         self.offset += seconds
         self.world.tell(self.name, f"has its clock jump by {seconds:.1f} s")
-        self.receive(lambda link: None, None)
+        self.receive(lambda: None)
 
     def die(self) -> None:
         """SIGKILL."""
         self.alive = False
         self.world.tell(self.name, "dies")
-        for link in list(self.links.values()):
+        for end in list(self.links.values()):
             if self.role == "prefill":
-                self.world.close_path(link, by_death=True)
-            self.world.end(link, self, gone=True, reason="the peer has died")
+                self.world.close_path(end.link, by_death=True)
+            self.world.end(end, gone=True, reason="the peer has died")
         self.links.clear()
         self.clients.died(self)
 
@@ -120,15 +125,15 @@ class Life:
         """See `Host`."""
         if self.world.log is not None:
             self.world.tell(self.name, f"sends on {link}: {messages.decode_message(body)}")
-        connection = self.links.get(link)
-        if connection is not None:
-            self.world.send(connection, self, body)
+        end = self.links.get(link)
+        if end is not None:
+            self.world.send(end.other, body)
 
     def close(self, link: str) -> None:
         """See `Host`."""
-        connection = self.links.pop(link, None)
-        if connection is not None:
-            self.world.end(connection, self, gone=False, reason="closed by the peer")
+        end = self.links.pop(link, None)
+        if end is not None:
+            self.world.end(end, gone=False, reason="closed by the peer")
 
     def take_slot(self) -> int | None:
         """See `Host`."""

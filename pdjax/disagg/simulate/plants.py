@@ -9,8 +9,8 @@ from unittest import mock
 
 import msgspec
 
-from pdjax.disagg.protocol import actions, decode_room, messages
-from pdjax.disagg.protocol.decode_room import DecodeRoom
+from pdjax.disagg.protocol import actions, messages
+from pdjax.disagg.protocol.decode_room import DecodeRoom, Reserved
 from pdjax.disagg.protocol.prefill_room import PrefillRoom
 from pdjax.disagg.protocol.states import RoomState, advance
 from pdjax.disagg.protocol.timers import Timers
@@ -23,7 +23,7 @@ def release_before_the_ack() -> Iterator[None]:
 
     def fail(room: DecodeRoom, status: int, reason: str, now: float) -> list[actions.Action]:
         failed = _FAIL(room, status, reason, now)
-        return [*failed, *room._free_granted()] if failed else failed
+        return [*failed, *room.drained()] if failed else failed
 
     with mock.patch.object(DecodeRoom, "_fail", fail):
         yield
@@ -38,8 +38,8 @@ def success_on_a_missing_chunk() -> Iterator[None]:
         if handoff is None or room._scattered < handoff.chunks - 1 or room.link is None or room.state is not _TRANSFER:
             return []
         room.state = advance(room.state, RoomState.SUCCESS)
-        done = actions.Send(room.link, messages.Complete(room.room, room._claimed()))
-        return [actions.StartDecode(handoff), done, *room._close_when_dry()]
+        room._close_when_dry()
+        return [actions.StartDecode(handoff), actions.Send(room.link, messages.Complete(room.room, room._claimed()))]
 
     with mock.patch.object(DecodeRoom, "_complete", complete):
         yield
@@ -50,7 +50,7 @@ def forgotten_timer() -> Iterator[None]:
     """Rooms that wait for the other half to show up are not watched."""
 
     def watch(timers: Timers[Any], room: Any) -> None:
-        if room.state is not RoomState.BOOTSTRAPPING:
+        if getattr(room, "state", None) is not RoomState.BOOTSTRAPPING:
             _WATCH(timers, room)
 
     with mock.patch.object(Timers, "watch", watch):
@@ -67,7 +67,7 @@ def double_claim() -> Iterator[None]:
             return []
         return _RECEIVE(room, link, message, now)
 
-    with mock.patch.object(PrefillRoom, "_receive", receive):
+    with mock.patch.object(PrefillRoom, "received", receive):
         yield
 
 
@@ -75,12 +75,12 @@ def double_claim() -> Iterator[None]:
 def credit_counted_twice() -> Iterator[None]:
     """A slot whose chunk is sent again is given back for each time that it landed."""
 
-    def send_again(room: DecodeRoom, notice: messages.ChunkNotice, now: float) -> list[actions.Action]:
-        again = _SEND_AGAIN(room, notice, now)
+    def damaged(room: DecodeRoom, notice: messages.ChunkNotice, now: float) -> list[actions.Action]:
+        again = _DAMAGED(room, notice, now)
         kept = notice.chunk in room._granted
         return [actions.FreeSlot(notice.slot), *again] if kept else again
 
-    with mock.patch.object(DecodeRoom, "_send_again", send_again):
+    with mock.patch.object(DecodeRoom, "damaged", damaged):
         yield
 
 
@@ -95,17 +95,17 @@ def forgotten_tombstones() -> Iterator[None]:
 def claim_without_a_page_that_is_lacking() -> Iterator[None]:
     """A request that shares some pages asks for one fewer than it lacks."""
 
-    def handle(room: DecodeRoom, event: decode_room.Event, now: float) -> list[actions.Action]:
-        if isinstance(event, decode_room.Reserved) and 0 < event.first_page < event.pages:
-            event = msgspec.structs.replace(event, first_page=event.first_page + 1)
-        return _HANDLE(room, event, now)
+    def reserved(room: DecodeRoom, told: Reserved, now: float) -> list[actions.Action]:
+        if 0 < told.first_page < told.pages:
+            told = msgspec.structs.replace(told, first_page=told.first_page + 1)
+        return _RESERVED(room, told, now)
 
-    with mock.patch.object(DecodeRoom, "handle", handle):
+    with mock.patch.object(DecodeRoom, "reserved", reserved):
         yield
 
 
-_HANDLE = DecodeRoom.handle
-_FAIL, _SEND_AGAIN, _RECEIVE = DecodeRoom._fail, DecodeRoom._send_again, PrefillRoom._receive
+_RESERVED = DecodeRoom.reserved
+_FAIL, _DAMAGED, _RECEIVE = DecodeRoom._fail, DecodeRoom.damaged, PrefillRoom.received
 _WATCH = Timers.watch
 _TRANSFER = RoomState.TRANSFERRING
 

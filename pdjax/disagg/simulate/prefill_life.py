@@ -11,7 +11,7 @@ from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.simulate.books import Pages, Violation
 from pdjax.disagg.simulate.life import STEP, Life
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
-from pdjax.disagg.simulate.world import Link, World, Write
+from pdjax.disagg.simulate.world import End, Link, World, Write
 
 if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
@@ -43,38 +43,34 @@ class PrefillLife(Life):
             self._forget(rid)
             self.machine.cancel(rid, reason, self.now)
 
-    def link_up(self, link: Link, hello: bytes) -> None:
+    def link_up(self, end: End, hello: bytes) -> None:
         """Event."""
-        self.machine.link_up(link.prefill_name, hello, self.now)
+        self.machine.link_up(end.name, hello, self.now)
 
-    def link_down(self, link: Link, reason: str, gone: bool) -> None:
+    def link_down(self, end: End, reason: str, gone: bool) -> None:
         """Event."""
-        link.open[self] = False
-        self.links.pop(link.prefill_name, None)
-        self.world.tell(self.name, f"hears that {link.prefill_name} has ended: {reason}")
-        self.machine.link_down(link.prefill_name, reason, self.now)
-        self._close(link)
+        end.open = False
+        self.links.pop(end.name, None)
+        self.world.tell(self.name, f"hears that {end.name} has ended: {reason}")
+        self.machine.link_down(end.name, reason, self.now)
+        self._close(end.link)
 
-    def frame(self, link: Link, body: bytes) -> None:
-        """Event."""
-        self.machine.frame(link.prefill_name, body, self.now)
-
-    def write_ended(self, link: Link | None, id: int, error: str | None) -> None:
+    def write_ended(self, id: int, error: str | None) -> None:
         """Event of the data path."""
         self.machine.write_ended(id, error, self.now)
 
     def open_path(self, link: str, peer: messages.Registration) -> str | None:
         """See `PrefillHost`."""
-        connection = self.links.get(link)
-        if connection is not None:
-            connection.path = True
+        end = self.links.get(link)
+        if end is not None:
+            end.link.path = True
         return None
 
     def close_path(self, link: str) -> None:
         """See `PrefillHost`."""
-        connection = self.links.get(link)
-        if connection is not None:
-            self._close(connection)
+        end = self.links.get(link)
+        if end is not None:
+            self._close(end.link)
 
     def _close(self, link: Link) -> None:
         if link.path:
@@ -89,52 +85,49 @@ class PrefillLife(Life):
         self._done[rid] = room.cached_pages
         if not self._stepping:
             self._stepping = True
-            self.world.after(0.0, self.receive, self._step, None, "", 0)
+            self.world.after(0.0, self.receive, self._step, "", 0)
         return room.cached_pages
 
-    def _step(self, link: Link | None, rid: str, end: int) -> None:
+    def _step(self, rid: str, end: int) -> None:
         """A step ends, and the next begins."""
         self.machine.steps += 1
-        now = self.now
-        if rid in self._done:
-            self._done[rid] = end
+        now, queue, done = self.now, self._queue, self._done
+        if rid in done:
+            done[rid] = end
             if end < self.rooms[rid].pages:
                 self.machine.computed(rid, now)
             else:
-                self._queue.remove(rid)
+                queue.remove(rid)
                 self.machine.prompt_done(rid, 1, -0.5, [], 0, now)
-        while self._queue and self._queue[0] not in self._done:
-            self._queue.popleft()
-        if not self._queue:
+        while queue and queue[0] not in done:
+            queue.popleft()
+        if not queue:
             self._stepping = False
             return
-        rid = self._queue[0]
-        first = self._done[rid]
+        rid = queue[0]
+        first = done[rid]
         end = min(first + self._step_pages, self.rooms[rid].pages)
         self.machine.computing(rid, first, end, now)
-        self.world.after(STEP, self.receive, self._step, None, rid, end)
+        self.world.after(STEP, self.receive, self._step, rid, end)
 
     def write(self, id: int, link: str, slot: int, rid: str, notice: messages.ChunkNotice, deadline: float) -> None:
         """See `PrefillHost`."""
-        first_page, pages = notice.first_page, notice.pages
+        room, end = self.rooms[rid], self.links.get(link)
         if rid not in self.pages.owned:
-            raise Violation(f"{self.name} gathers pages of {rid}, which has none", self.rooms[rid].number)
-        if first_page + pages > max(self._done[rid], 0) and rid in self._queue:
-            raise Violation(f"{self.name} sends pages of {rid} before they are computed", self.rooms[rid].number)
+            raise Violation(f"{self.name} gathers pages of {rid}, which has none", room.number)
+        if notice.first_page + notice.pages > self._done[rid] and rid in self._queue:
+            raise Violation(f"{self.name} sends pages of {rid} before they are computed", room.number)
         if self._served.setdefault(rid, link) != link:
-            raise Violation(
-                f"{rid} is sent to two decode instances: its room was claimed twice", self.rooms[rid].number
-            )
-        connection = self.links.get(link)
-        if connection is None:
-            raise Violation(f"{self.name} writes on a link that is gone", self.rooms[rid].number)
-        self.world.post(Write(id, connection, notice.slot, 0, (self.rooms[rid], first_page, pages), notice))
+            raise Violation(f"{rid} is sent to two decode instances: its room was claimed twice", room.number)
+        if end is None:
+            raise Violation(f"{self.name} writes on a link that is gone", room.number)
+        self.world.post(Write(id, end.link, notice, room))
 
     def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
         """See `PrefillHost`."""
-        connection = self.links.get(link)
-        if connection is not None:
-            self.world.post_test(connection, id, number)
+        end = self.links.get(link)
+        if end is not None:
+            self.world.post_test(end.link, id, number)
 
     def finish(self, rid: str) -> None:
         """See `PrefillHost`."""

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.clients import Clients, pick
+from pdjax.disagg.simulate.life import Life
 from pdjax.disagg.simulate.prefill_life import PrefillLife
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
-from pdjax.disagg.simulate.world import World
+from pdjax.disagg.simulate.world import Link, World
 
 CHECK_EVERY = 1.0  # seconds between looks at the requests' bounds
 SETTLE = 75.0  # seconds after the last fault in which everything has ended
@@ -151,24 +152,25 @@ class _Play:
             life.jump(draw.uniform(0.5, 20))
         elif kind == "cut" and life.links:
             self.world.faults["link cut"] += 1
-            link = draw.choice(list(life.links.values()))
+            link = draw.choice(list(life.links.values())).link
             for end in (link.prefill, link.decode):
-                self.world.send_event(link, end, end.link_down, "it was cut", False)
+                self.world.tell_end(end, end.life.link_down, "it was cut", False)
         elif kind == "path":
-            links = [link for link in life.links.values() if link.path]
+            links = [end.link for end in life.links.values() if end.link.path]
             if links:
                 self.world.faults["path lost"] += 1
                 link = draw.choice(links)
-                link.prefill.receive(self._lose_path, link)
+                link.prefill.life.receive(self._lose_path, link)
         elif kind in ("frames", "damage", "writes"):
             name = {"frames": "truncate", "damage": "damage", "writes": "refuse"}[kind]
             setattr(self.world, name, draw.uniform(0.01, 0.3))
             self.world.after(draw.uniform(0.05, 0.5), setattr, self.world, name, 0.0)
 
-    def _lose_path(self, link) -> None:
-        link.prefill.machine.path_lost(link.prefill_name, "the transport failed", link.prefill.now)
+    def _lose_path(self, link: Link) -> None:
+        prefill = link.prefill.life
+        prefill.machine.path_lost(link.prefill.name, "the transport failed", prefill.now)
 
-    def _restart(self, life) -> None:
+    def _restart(self, life: Life) -> None:
         """Another process takes a dead one's place, at the same address."""
         clients = self.clients
         if isinstance(life, PrefillLife):

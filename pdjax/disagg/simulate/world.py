@@ -2,63 +2,71 @@
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pdjax.disagg.protocol.messages import ChunkNotice
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.settings import TIMEOUTS
 
 if TYPE_CHECKING:
+    from pdjax.disagg.simulate.clients import Room
     from pdjax.disagg.simulate.decode_life import DecodeLife
     from pdjax.disagg.simulate.life import Life
     from pdjax.disagg.simulate.prefill_life import PrefillLife
 
 
+L = TypeVar("L", bound="Life", covariant=True)
+
+
+class End(Generic[L]):
+    """One side of a link: what its life hears, in order. One that is closed hears nothing more."""
+
+    __slots__ = ("heard_at", "life", "link", "name", "open", "other")
+
+    def __init__(self, link: Link, life: L, name: str) -> None:
+        self.link = link
+        self.life = life
+        self.name = name  # what this side calls the link
+        self.open = True
+        self.heard_at = 0.0  # when the newest message arrives here
+        self.other: End[Life]
+
+
 class Link:
     """Two leaders' connection: a FIFO each way, and a data path from the prefill to the decode side.
 
-    An end that is closed hears nothing more of it, and the other end is told after what was sent before.
+    The other end of one that closes is told after what was sent before.
     """
 
-    __slots__ = ("decode", "heard_at", "landed_at", "name", "open", "path", "prefill", "prefill_name", "writes")
+    __slots__ = ("decode", "landed_at", "path", "prefill", "writes")
 
     def __init__(self, name: str, prefill_name: str, prefill: PrefillLife, decode: DecodeLife) -> None:
-        self.name = name  # on the decode side
-        self.prefill_name = prefill_name
-        self.prefill = prefill
-        self.decode = decode
-        self.open: dict[Life, bool] = {prefill: True, decode: True}
-        self.heard_at: dict[Life, float] = {prefill: 0.0, decode: 0.0}  # when each side's newest message arrives
+        self.prefill: End[PrefillLife] = End(self, prefill, prefill_name)
+        self.decode: End[DecodeLife] = End(self, decode, name)
+        self.prefill.other, self.decode.other = self.decode, self.prefill
         self.landed_at = 0.0
         self.path = False  # whether the prefill side has opened it
         self.writes: dict[int, Write] = {}
-
-    def name_at(self, life: Life) -> str:
-        """What a side calls it."""
-        return self.name if life is self.decode else self.prefill_name
-
-    def other(self, life: Life) -> Life:
-        """The other side."""
-        return self.decode if life is self.prefill else self.prefill
 
 
 class Write:
     """Bytes on their way into a slot. They may land after their sender has failed, or is dead."""
 
-    __slots__ = ("content", "epoch", "id", "lands_at", "link", "notice", "reported", "right", "slot")
+    __slots__ = ("epoch", "id", "lands_at", "link", "notice", "reported", "right", "room", "slot", "told")
 
-    def __init__(self, id: int, link: Link, slot: int, epoch: int, content: object, notice: ChunkNotice) -> None:
+    def __init__(self, id: int, link: Link, notice: ChunkNotice, room: Room) -> None:
         self.id = id
         self.link = link
-        self.slot = slot
-        self.epoch = epoch
-        self.content = content
-        self.notice: ChunkNotice | None = notice
+        self.notice = notice
+        self.room = room  # whose pages it brings
+        self.slot = notice.slot
+        self.epoch = 0  # of the slot
         self.right = True
+        self.told = True  # whether the notice comes with it
         self.reported = False
         self.lands_at = 0.0
 
@@ -68,34 +76,38 @@ class World:
 
     def __init__(self, seed: int, log: list[tuple[float, str, str]] | None = None) -> None:
         self.random = random.Random(seed)
+        self.draw = self.random.random
         self.now = 0.0
         self.log = log
         self.faults: Counter[str] = Counter()
         self.truncate = 0.0  # how likely a frame is to be cut or scrambled, now
         self.damage = 0.0  # how likely a chunk is to be damaged, now
         self.refuse = 0.0  # how likely a write is to fail, now
-        self.events = 0
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._links = 0
         self._orphans: dict[DecodeLife, list[Write]] = {}  # writes that nobody reports on any more
 
+    @property
+    def events(self) -> int:
+        """How many have happened."""
+        return self._pushed - len(self._heap)
+
     def after(self, delay: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call something later."""
         self._pushed += 1
-        heapq.heappush(self._heap, (self.now + delay, self._pushed, call, arguments))
+        heappush(self._heap, (self.now + delay, self._pushed, call, arguments))
 
     def run(self, until: float) -> None:
         """Let everything happen that is due by then."""
-        heap, pop = self._heap, heapq.heappop
+        heap = self._heap
         while heap and heap[0][0] <= until:
-            self.now, _, call, arguments = pop(heap)
-            self.events += 1
+            self.now, _, call, arguments = heappop(heap)
             call(*arguments)
         self.now = max(self.now, until)
 
     def tell(self, who: str, what: str) -> None:
-        """For the log."""
+        """For the log. Where it is asked often, ask `log` first: the sentence costs more than the rest."""
         if self.log is not None:
             self.log.append((self.now, who, what))
 
@@ -111,129 +123,136 @@ class World:
         else:
             self._links += 1
             link = Link(name, f"in-{self._links}", prefill, decode)
-            self.after(delay, self._joined, link)
+            self.after(delay, self._joined, link, prefill, decode)
 
-    def _joined(self, link: Link) -> None:
-        if not link.decode.alive or link.name not in link.decode.asked:
+    def _joined(self, link: Link, prefill: PrefillLife, decode: DecodeLife) -> None:
+        name = link.decode.name
+        if not decode.alive or name not in decode.asked:
             return  # nobody waits for it any more
-        if not link.prefill.alive:
-            link.decode.link_failed(link.name, "it died during the handshake", False)
+        if not prefill.alive:
+            decode.link_failed(name, "it died during the handshake", False)
             return
-        link.decode.asked.discard(link.name)
-        link.decode.links[link.name] = link
-        link.prefill.links[link.prefill_name] = link
-        self.send_event(link, link.prefill, link.prefill.link_up, link.decode.hello)
-        self.send_event(link, link.decode, link.decode.link_up, link.prefill.hello)
+        decode.asked.discard(name)
+        decode.links[name] = link.decode
+        prefill.links[link.prefill.name] = link.prefill
+        self.tell_end(link.prefill, prefill.link_up, decode.hello)
+        self.tell_end(link.decode, decode.link_up, prefill.hello)
 
-    def send(self, link: Link, sender: Life, body: bytes) -> None:
-        """A frame, which may be cut or scrambled on its way."""
-        if self.truncate and self.random.random() < self.truncate:
+    def send(self, end: End[Life], body: bytes) -> None:
+        """A frame for one end, which may be cut or scrambled on its way."""
+        if self.truncate and self.draw() < self.truncate:
             self.faults["frame"] += 1
-            self.tell(sender.name, f"the next frame to {link.other(sender).name} is broken on its way")
-            body = body[: self.random.randrange(len(body))] if self.random.random() < 0.5 else b"\xc1" + body
-        receiver = link.decode if sender is link.prefill else link.prefill
-        self.send_event(link, receiver, receiver.frame, body)
+            self.tell(end.other.life.name, f"the next frame to {end.life.name} is broken on its way")
+            body = body[: self.random.randrange(len(body))] if self.draw() < 0.5 else b"\xc1" + body
+        self.tell_end(end, end.life.frame, body)
 
-    def send_event(self, link: Link, receiver: Life, call: Callable[..., None], *arguments: Any) -> None:
-        """Something that the other end of a link learns in order."""
-        heard = link.heard_at
-        at = self.now + self.random.random() * 0.004
-        if at < heard[receiver]:
-            at = heard[receiver]
-        heard[receiver] = at
+    def tell_end(self, end: End[Life], call: Callable[..., None], *arguments: Any) -> None:
+        """Something that one end of a link learns in order."""
+        at = self.now + self.draw() * 0.004
+        if at < end.heard_at:
+            at = end.heard_at
+        end.heard_at = at
         self._pushed += 1
-        heapq.heappush(self._heap, (at, self._pushed, self._arrive, (link, receiver, call, arguments)))
+        heappush(self._heap, (at, self._pushed, self._arrive, (end, call, arguments)))
 
-    def _arrive(self, link: Link, receiver: Life, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
-        if not link.open[receiver]:
+    def _arrive(self, end: End[Life], call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        life = end.life
+        if not end.open or not life.alive:
             return
-        if receiver.stopped or not receiver.alive:
-            receiver.receive(call, link, *arguments)
-        else:
-            call(link, *arguments)
-            receiver.turn()
+        if life.stopped:
+            life.backlog.append((end, call, arguments))
+            return
+        call(end, *arguments)
+        life.turn()
 
-    def end(self, link: Link, side: Life, *, gone: bool, reason: str) -> None:
+    def end(self, end: End[Life], *, gone: bool, reason: str) -> None:
         """One side's end closes, by its wish or its death."""
-        if link.open[side]:
-            link.open[side] = False
-            other = link.other(side)
-            self.send_event(link, other, other.link_down, reason, gone)
+        if end.open:
+            end.open = False
+            self.tell_end(end.other, end.other.life.link_down, reason, gone)
 
     # Data paths
 
     def post(self, write: Write) -> None:
         """Start a write."""
         link = write.link
-        if not link.path or (self.refuse and self.random.random() < self.refuse):
+        if not link.path or (self.refuse and self.draw() < self.refuse):
             self.faults["write"] += link.path
             self.after(0.001, self._report, write, "no path" if not link.path else "the transport failed")
             return
-        ring = link.decode.slots
+        ring = link.decode.life.slots
         if not ring.out[write.slot]:
-            raise Violation(f"{link.prefill.name} writes into slot {write.slot} of {link.decode.name}, which is free")
+            raise Violation(
+                f"{link.prefill.life.name} writes into slot {write.slot} of {link.decode.life.name}, which is free"
+            )
         write.epoch = ring.epochs[write.slot]
-        if self.damage and self.random.random() < self.damage:
+        if self.damage and self.draw() < self.damage:
             self.faults["damage"] += 1
             write.right = False
-        link.landed_at = write.lands_at = max(link.landed_at, self.now + self.random.random() * 0.01)
+        at = self.now + self.draw() * 0.01
+        if at < link.landed_at:
+            at = link.landed_at
+        link.landed_at = write.lands_at = at
         link.writes[write.id] = write
-        self.after(write.lands_at - self.now, self._land, write, write.lands_at)
+        self._pushed += 1
+        heappush(self._heap, (at, self._pushed, self._land, (write, at)))
 
     def _land(self, write: Write, due: float) -> None:
         if write.lands_at != due:
             return  # put off
         link = write.link
         link.writes.pop(write.id, None)
-        decode = link.decode
+        decode = link.decode.life
         if decode.alive:
-            ring = decode.slots
-            if not ring.out[write.slot] or ring.epochs[write.slot] != write.epoch:
-                raise Violation(f"a write of {link.prefill.name} has landed in slot {write.slot} of {decode.name} "
+            ring, slot = decode.slots, write.slot
+            if not ring.out[slot] or ring.epochs[slot] != write.epoch:
+                raise Violation(f"a write of {link.prefill.life.name} has landed in slot {slot} of {decode.name} "
                                 "after that was released")  # fmt: skip
-            ring.content[write.slot] = write.content
-            ring.right[write.slot] = write.right
-            if write.notice is not None:
-                decode.receive(decode.notice, None, write.notice)
-        self.after(self.random.random() * 0.002, self._report, write, None)
+            ring.content[slot] = write
+            if write.told:
+                decode.receive(decode.notice, write.notice)
+        self.after(self.draw() * 0.002, self._report, write, None)
 
     def _report(self, write: Write, error: str | None) -> None:
         if not write.reported:
             write.reported = True
-            link = write.link
-            link.prefill.receive(link.prefill.write_ended, None, write.id, error)
+            prefill = write.link.prefill.life
+            prefill.receive(prefill.write_ended, write.id, error)
 
     def post_test(self, link: Link, id: int, number: int) -> None:
         """Start a test message."""
-        if not link.path or (self.refuse and self.random.random() < self.refuse):
+        prefill = link.prefill.life
+        if not link.path or (self.refuse and self.draw() < self.refuse):
             self.faults["write"] += link.path
-            self.after(0.001, link.prefill.receive, link.prefill.write_ended, None, id, "the transport failed")
+            self.after(0.001, prefill.receive, prefill.write_ended, id, "the transport failed")
             return
         right = True
-        if self.damage and self.random.random() < self.damage:
+        if self.damage and self.draw() < self.damage:
             self.faults["damage"] += 1
             right = False
-        self.after(self.random.random() * 0.01, self._land_test, link, id, number, right)
+        self.after(self.draw() * 0.01, self._land_test, link, id, number, right)
 
     def _land_test(self, link: Link, id: int, number: int, right: bool) -> None:
-        if link.path and link.decode.alive:
-            link.decode.tests[number] = right
-            link.decode.receive(link.decode.test_came, None, number)
-        error = None if link.path else "the path was closed"
-        link.prefill.receive(link.prefill.write_ended, None, id, error)
+        prefill = link.prefill.life
+        decode = link.decode.life
+        if link.path and decode.alive:
+            decode.tests[number] = right
+            decode.receive(decode.test_came, number)
+        prefill.receive(prefill.write_ended, id, None if link.path else "the path was closed")
 
     def close_path(self, link: Link, *, by_death: bool) -> None:
         """No more writes. Those on their way are reported as failed, and may land all the same, up to much later."""
         link.path = False
+        decode = link.decode.life
         for write in list(link.writes.values()):
             if not by_death:
                 self.after(0.001, self._report, write, "the path was closed")
-            if self.random.random() < 0.5:
-                write.notice = None  # a part of the bytes lands, and nobody says so
-            late = self.random.random() * 0.5
+            if self.draw() < 0.5:
+                write.told = False  # a part of the bytes lands, and nobody says so
+            late = self.draw() * 0.5
             write.lands_at = self.now + late
             self.after(late, self._land, write, write.lands_at)
-            self._orphans.setdefault(link.decode, []).append(write)
+            self._orphans.setdefault(decode, []).append(write)
 
     def drain(self, decode: DecodeLife, id: int) -> None:
         """Tell when all that nobody reports on any more has landed."""
@@ -241,4 +260,4 @@ class World:
         if orphans:
             self._orphans[decode] = orphans
         dry = max((write.lands_at for write in orphans), default=self.now) + 0.01
-        self.after(dry - self.now, decode.receive, decode.drained, None, id)
+        self.after(dry - self.now, decode.receive, decode.drained, id)
