@@ -50,6 +50,8 @@ class Instance:
     devices_per_process: int = _option(0, "emulated CPU devices a process; 0: what the platform has")
     tp: int = _option(0, "tensor parallel size: key-value heads, MLP and vocabulary are cut this often; 0: 1, or "
                          "with several processes all their devices")  # fmt: skip
+    pp: int = _option(1, "stages that have a part of the layers each and pass tokens on from one to the next (pipeline "
+                         "parallelism)")  # fmt: skip
     dp: int = _option(1, "groups of tp devices that each have pages and requests of their own (DP-attention); MLP and "
                          "vocabulary are cut over all of them")  # fmt: skip
     cp: int = _option(1, "parts of tp devices that take a request's pages in turn and share a prompt's tokens "
@@ -60,13 +62,14 @@ class Instance:
         _require(self.processes >= 1, "processes must be at least 1")
         for name in ("devices_per_process", "tp"):
             _require(getattr(self, name) >= 0, f"{name} must be 0 or more")
-        _require(self.dp >= 1, "dp must be at least 1")
+        for name in ("dp", "pp"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1")
         _require(self.cp >= 1 and self.cp & (self.cp - 1) == 0, "cp must be a power of two")
 
     @property
     def groups(self) -> int:
         """Into how many groups of tp devices the instance's devices are cut."""
-        return self.dp * self.cp
+        return self.pp * self.dp * self.cp
 
 
 @dataclass(frozen=True)

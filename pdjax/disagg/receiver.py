@@ -10,7 +10,7 @@ from pdjax.disagg.part import Part
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import plan_of_room, region_of
 from pdjax.transfer.backend import Drained, Notice
-from pdjax.transfer.layout import Block, Chunk, Span
+from pdjax.transfer.layout import Block, Chunk, Span, block_layers
 from pdjax.transfer.path_test import PathTestCells
 from pdjax.transfer.staging import Device, LandingRing, local_shards, pages_of, with_new_shards
 
@@ -33,8 +33,15 @@ class Receiver:
 
     def warm_up(self) -> None:
         """Compile the scatters, by writing zeros to page 0."""
-        for dp_rank in range(self._layout.dp):
-            self._zero(ZeroPages(0, dp_rank, [0]))
+
+        def scatter(device: Device, shard: jax.Array) -> jax.Array:
+            rank = self._rank_of[device]
+            self._rings[rank].clear(0)
+            for layers in block_layers(self._runner.spec, self._layout.place(self._runner.spec, rank)):
+                shard = self._rings[rank].scatter(0, shard, [(Block(0, 0, Span(0, layers), range(1)), [0])])
+            return shard
+
+        self._runner.pool = with_new_shards(self._runner.pool, scatter)
 
     def carry_out(self, order: orders.Order) -> SlotEmptied | None:
         """Do as the leader says. Returns what is to be reported at once; the rest comes by `on_event`."""

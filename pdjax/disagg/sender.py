@@ -16,7 +16,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import Rank, in_order, plan_of_room
 from pdjax.kernels import native
 from pdjax.transfer.backend import PeerLost, TransferError, Write, WriteDone, WriteFailed
-from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan
+from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan, block_layers
 from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
 from pdjax.transfer.staging import Device, SourceStaging, checksum_of, local_pages, local_shards, pages_of
 
@@ -61,7 +61,8 @@ class Sender:
         shards = local_shards(self._runner.pool)
         for rank, staging in self._staging.items():
             shard = shards[self._devices[rank]]
-            staging.gather(0, shard, [(Block(0, 0, Span(0, shard.shape[0]), range(1)), [0])])
+            for layers in block_layers(self._runner.spec, self._layout.place(self._runner.spec, rank)):
+                staging.gather(0, shard, [(Block(0, 0, Span(0, layers), range(1)), [0])])
             staging.wait(0)
 
     def carry_out(self, order: orders.Order) -> ChunkSent | PathLost | None:

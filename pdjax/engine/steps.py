@@ -18,8 +18,10 @@ from pdjax.engine.slots import OUTPUT, Progress, Tables
 from pdjax.layers.attention import PagedBatch, attend_decode_parts, attend_prefill_parts
 from pdjax.layers.attention_backend import AttentionBackend
 from pdjax.layers.mesh_attention import Attention, write_and_attend
+from pdjax.layers.pipeline import through_stages
 from pdjax.layers.sharding import constrain
 from pdjax.models.checkpoint import LoadedModel
+from pdjax.models.llama import Llama
 
 
 def _in_context(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,8 +64,7 @@ class Steps:
         batch = PagedBatch(page_table, start + offsets, offsets < count)
         module = self._model.merge(leaves)
         on_device = Attention(self._attention.write, self._attention.prefill, attend_prefill_parts)
-        attend = self._attend(on_device, batch, dp_rank)
-        hidden, pool = module(token_ids, batch.positions, pool, attend)
+        hidden, pool = self._run(module, token_ids, batch, pool, on_device, dp_rank)
         last = jnp.take(hidden, count - 1, axis=1)  # [1, hidden]
         with jax.named_scope("prompt_logprobs"):
             told = prompt_logprobs(
@@ -113,14 +114,28 @@ class Steps:
         batch = PagedBatch(page_table, positions, jnp.ones_like(positions, bool))
         module = self._model.merge(leaves)
         on_device = Attention(self._attention.write, self._attention.decode, attend_decode_parts)
-        hidden, pool = module(token_ids, positions, pool, self._attend(on_device, batch))
+        hidden, pool = self._run(module, token_ids, batch, pool, on_device)
         with jax.named_scope("sample"):
             picked = sample(module.logits(hidden[:, 0]), sampling, positions[:, 0] + 1, progress, tables)
         progress = progress._replace(last=progress.last.at[sampling.slots].set(picked.tokens, mode="drop"))
         return pool, progress, picked
 
-    def _attend(self, attention: Attention, batch: PagedBatch, dp_rank: jax.Array | None = None) -> Callable:
-        def attend_layer(layer, q, k, v, pool):
-            return write_and_attend(attention, q, k, v, pool, layer, batch, self._dtype, dp_rank)
+    def _run(
+        self,
+        module: Llama,
+        token_ids: jax.Array,
+        batch: PagedBatch,
+        pool: jax.Array,
+        attention: Attention,
+        dp_rank: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """The hidden states [B, T, hidden] of a step's tokens, and the pool."""
 
-        return attend_layer
+        def run_layers(states, x, batch, pool):
+            def attend(layer, q, k, v, pool):
+                return write_and_attend(attention, q, k, v, pool, layer, batch, self._dtype, dp_rank)
+
+            return module.run_layers(states, x, batch.positions, pool, attend)
+
+        x, pool = through_stages(run_layers, module.layer_states(), module.enter(token_ids), batch, pool)
+        return module.leave(x), pool

@@ -180,6 +180,7 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         "processes": jax.process_count(),
         "dp_size": dp,
         "cp_size": cp,
+        "pp_size": layout.pp,
     }
     return Core(
         runner=_runner(model, config, spec=spec, pages=pages, buckets=buckets, mesh=mesh),

@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from pdjax.config import ConfigError, Instance
-from pdjax.layers.sharding import CONTEXT_AXIS, COPY_AXIS, DATA_AXIS, TENSOR_AXIS, instance_mesh
+from pdjax.layers.sharding import CONTEXT_AXIS, COPY_AXIS, DATA_AXIS, PIPELINE_AXIS, TENSOR_AXIS, instance_mesh
 from pdjax.transfer.layout.ranks import Layout
 
 
@@ -20,7 +20,12 @@ def emulated_devices(instance: Instance, processes: int) -> int:
 def layout_of(mesh: Mesh) -> Layout:
     """How the devices of an instance's mesh, in its order, share a state: to transfers each is a rank."""
     size = mesh.shape.get
-    return Layout(tp=size(TENSOR_AXIS, 1) * size(COPY_AXIS, 1), dp=size(DATA_AXIS, 1), cp=size(CONTEXT_AXIS, 1))
+    return Layout(
+        tp=size(TENSOR_AXIS, 1) * size(COPY_AXIS, 1),
+        dp=size(DATA_AXIS, 1),
+        cp=size(CONTEXT_AXIS, 1),
+        pp=size(PIPELINE_AXIS, 1),
+    )
 
 
 def make_mesh(instance: Instance, kv_heads: int) -> Mesh:
@@ -32,7 +37,7 @@ def make_mesh(instance: Instance, kv_heads: int) -> Mesh:
     found, processes = jax.device_count(), jax.process_count()
     tp = instance.tp or (1 if processes == 1 else max(1, found // instance.groups))
     needed = instance.groups * tp
-    sizes = {"dp": instance.dp, "cp": instance.cp, "tp": tp}
+    sizes = {"pp": instance.pp, "dp": instance.dp, "cp": instance.cp, "tp": tp}
     asked = {name: size for name, size in sizes.items() if size > 1 or name == "tp"}
     shape = f"Instance.{' x '.join(asked)} is {' x '.join(map(str, asked.values()))}"
     if processes == 1 and needed > found:
@@ -42,4 +47,4 @@ def make_mesh(instance: Instance, kv_heads: int) -> Mesh:
             f"{shape}, and the {processes} processes have {found} devices, which all must take part: set "
             f"{'it' if instance.groups == 1 else 'tp'} to {found // instance.groups or 1} or 0"
         )
-    return instance_mesh(jax.devices()[:needed], kv_heads, dp=instance.dp, cp=instance.cp)
+    return instance_mesh(jax.devices()[:needed], kv_heads, pp=instance.pp, dp=instance.dp, cp=instance.cp)

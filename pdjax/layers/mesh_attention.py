@@ -79,6 +79,7 @@ def write_and_attend(
 
     return jax.shard_map(
         local,
+        axis_names=frozenset(mesh.axis_names) - frozenset(mesh.manual_axes),  # a pipeline stage is in one already
         in_specs=(
             spec(q, *heads),
             spec(k, *heads),

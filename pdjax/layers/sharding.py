@@ -2,6 +2,7 @@
 
 | mesh axis | cuts                                                                                               |
 | --------- | -------------------------------------------------------------------------------------------------- |
+| `pp`      | layers: each stage has those layers' weights and their part of the pool; the vocabulary            |
 | `dp`      | requests: each rank has pages and decode rows of its own; MLP and vocabulary are cut over it too   |
 | `cp`      | the slots of each page, so that the pages of a request lie on its parts in turn; a prompt's tokens |
 | `tp`      | heads, MLP and vocabulary                                                                          |
@@ -26,6 +27,7 @@ LogicalAxes = tuple[str | None, ...]
 
 # Logical axis -> mesh axes, of which a mesh may lack some. An axis that is not named here is whole on every device.
 RULES: dict[str, tuple[str, ...]] = {
+    "layers": ("pp",),  # of a pool, or stages of a stacked weight
     "rows": ("dp",),  # the requests of a decode step
     "tokens": ("cp",),  # of a prefill step
     "pages": ("dp",),  # of a pool
@@ -33,15 +35,16 @@ RULES: dict[str, tuple[str, ...]] = {
     "kv_heads": ("tp",),  # a key-value head with the query heads that read it
     "heads": ("tp",),  # query heads times head_dim, in the order of kv_heads
     "mlp": ("dp", "tp", "copy"),
-    "vocab": ("dp", "tp", "copy"),
+    "vocab": ("pp", "dp", "tp", "copy"),
 }
 
 # Of a pool [layer, page, head, K|V, slot in page, head_dim].
-POOL_AXES: LogicalAxes = (None, "pages", "kv_heads", None, "slots", None)
+POOL_AXES: LogicalAxes = ("layers", "pages", "kv_heads", None, "slots", None)
 
 # Axes that stay whole where the mesh does not divide them: a vocabulary may have any size.
 MAY_STAY_WHOLE = frozenset({"vocab"})
 
+PIPELINE_AXIS = "pp"
 DATA_AXIS = "dp"
 CONTEXT_AXIS = "cp"
 TENSOR_AXIS = "tp"
@@ -54,8 +57,8 @@ def tensor_mesh(devices: Sequence[Any] | None = None) -> Mesh:
     return _mesh(jax.devices() if devices is None else devices, {TENSOR_AXIS: -1})
 
 
-def instance_mesh(devices: Sequence[Any], kv_heads: int, *, dp: int = 1, cp: int = 1) -> Mesh:
-    """A mesh over all of `devices`: dp groups of cp groups of as many devices, tp innermost.
+def instance_mesh(devices: Sequence[Any], kv_heads: int, *, pp: int = 1, dp: int = 1, cp: int = 1) -> Mesh:
+    """A mesh over all of `devices`: pp groups of dp groups of cp groups of as many devices, tp innermost.
 
     Axes of size 1 are left out, but for tp. Where a group has a multiple of the key-value heads, an axis copy stands
     behind tp.
@@ -63,14 +66,21 @@ def instance_mesh(devices: Sequence[Any], kv_heads: int, *, dp: int = 1, cp: int
     Raises:
         ValueError: the devices cannot be grouped so.
     """
-    group, rest = divmod(len(devices), dp * cp)
+    group, rest = divmod(len(devices), pp * dp * cp)
     if rest:
-        raise ValueError(f"dp x cp is {dp} x {cp}, which does not divide {len(devices)} devices")
+        raise ValueError(f"pp x dp x cp is {pp} x {dp} x {cp}, which does not divide {len(devices)} devices")
     tensor = {TENSOR_AXIS: group}
     if group > kv_heads and group % kv_heads == 0:
         tensor = {TENSOR_AXIS: kv_heads, COPY_AXIS: group // kv_heads}
-    outer = {name: size for name, size in {DATA_AXIS: dp, CONTEXT_AXIS: cp}.items() if size > 1}
-    return _mesh(devices, outer | tensor)
+    outer = {PIPELINE_AXIS: pp, DATA_AXIS: dp, CONTEXT_AXIS: cp}
+    return _mesh(devices, {name: size for name, size in outer.items() if size > 1} | tensor)
+
+
+def stage_meshes(mesh: Mesh) -> list[Mesh]:
+    """The part of a mesh that each pp stage has; of a mesh without stages, itself."""
+    if PIPELINE_AXIS not in mesh.shape:
+        return [mesh]
+    return [_mesh(stage.ravel(), {name: mesh.shape[name] for name in mesh.axis_names[1:]}) for stage in mesh.devices]
 
 
 def _mesh(devices: Sequence[Any], sizes: dict[str, int]) -> Mesh:
@@ -95,7 +105,9 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 
 def _mesh_axes(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
-    return tuple(name for name in RULES.get(axis or "", ()) if name in mesh.shape)
+    """Those that are for the compiler to cut: inside of a `jax.shard_map` over pp that axis is none of them."""
+    manual = mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
+    return tuple(name for name in RULES.get(axis or "", ()) if name in mesh.shape and name not in manual)
 
 
 def parameter(
@@ -141,7 +153,9 @@ def param_shardings(state: Any, mesh: Mesh) -> dict[str, NamedSharding]:
     """
     if isinstance(state, nnx.Module):
         state = nnx.state(state)
-    return {
-        name: NamedSharding(mesh, partition_spec(name, variable.shape, variable.get_metadata("axes"), mesh))
-        for name, variable in named_parameters(state).items()
-    }
+    return {name: param_sharding(name, variable, mesh) for name, variable in named_parameters(state).items()}
+
+
+def param_sharding(name: str, variable: nnx.Variable, mesh: Mesh) -> NamedSharding:
+    """The sharding of one parameter. Raises ValueError: see `partition_spec`."""
+    return NamedSharding(mesh, partition_spec(name, variable.shape, variable.get_metadata("axes"), mesh))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from pdjax.layers.sharding import named_parameters, param_shardings
+from pdjax.layers.sharding import named_parameters, param_sharding, spec_of, stage_meshes
 from pdjax.models import weights
 from pdjax.models.config import ModelConfig
 from pdjax.models.errors import ModelError
@@ -27,6 +28,8 @@ DTYPES = ("float32", "bfloat16")
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """Weights on devices, and how to make the module of them inside a trace.
+
+    On a mesh with pipeline stages the module has as many layers as one stage, and a leaf of theirs is [stage, ...].
 
     `leaves` are what a compiled step takes: passing them flat costs 0.05 ms a call, passing the module 9 ms.
     """
@@ -56,26 +59,56 @@ def load_model(folder: Path, *, dtype: str, mesh: Mesh) -> LoadedModel:
         raise ModelError(f"dtype is one of {', '.join(DTYPES)}, not {dtype!r}")
     folder = Path(folder)
     record, config = read_record(folder), read_config(folder)
-    kind = model_class(config.model_type)
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(config, jnp.dtype(dtype))))
+    kind, stages = model_class(config.model_type), stage_meshes(mesh)
+    layers, rest = divmod(config.num_layers, len(stages))
+    if rest:
+        raise ModelError(
+            f"{folder} does not fit the mesh: pp={len(stages)} does not divide its {config.num_layers} layers; choose "
+            f"what does"
+        )
+    stage_config = dataclasses.replace(config, num_layers=layers)
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: kind(stage_config, jnp.dtype(dtype))))
     named = named_parameters(state)
-    _check_record(folder, record, {name: variable.shape for name, variable in named.items()})
+    stored = {name: _stored(name, mesh, stages, layers) for name in named}
+    _check_record(folder, record, {part: named[name].shape for name, parts in stored.items() for part in parts})
     try:
-        shardings = param_shardings(state, mesh)
+        wanted = {
+            part: jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=param_sharding(part, variable, place))
+            for name, variable in named.items()
+            for part, place in stored[name].items()
+            if place.local_devices
+        }
     except ValueError as error:
         raise ModelError(f"{folder} does not fit the mesh: {error}") from error
-    wanted = {
-        name: jax.ShapeDtypeStruct(variable.shape, variable.dtype, sharding=shardings[name])
-        for name, variable in named.items()
-    }
     check_weight_files(folder, record)
     arrays = weights.load(folder / WEIGHTS, wanted)
     return LoadedModel(
         config=config,
-        leaves=[arrays[name] for name in named],
+        leaves=[
+            _leaf(variable, [arrays[part] for part in stored[name] if part in arrays], mesh, len(stored[name]))
+            for name, variable in named.items()
+        ],
         graphdef=graphdef,
         treedef=jax.tree.structure(state),
     )
+
+
+def _stored(name: str, mesh: Mesh, stages: list[Mesh], layers: int) -> dict[str, Mesh]:
+    """What a folder has for one parameter of a stage with so many layers: by name, the mesh that it is loaded onto."""
+    head, _, rest = name.partition(".")
+    if head != "layers" or len(stages) == 1:
+        return {name: mesh}
+    index, _, rest = rest.partition(".")
+    return {f"layers.{number * layers + int(index)}.{rest}": stage for number, stage in enumerate(stages)}
+
+
+def _leaf(variable: nnx.Variable, loaded: list[jax.Array], mesh: Mesh, stages: int) -> jax.Array:
+    """The loaded array, or of several stages [stage, ...], made of what has been loaded here."""
+    if stages == 1:
+        return loaded[0]
+    shape, axes = (stages, *variable.shape), ("layers", *variable.get_metadata("axes"))
+    shards = [shard.data[None] for array in loaded for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec_of(shape, axes, mesh)), shards)
 
 
 def _check_record(folder: Path, record: FolderRecord, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -118,8 +118,28 @@ class Llama(nnx.Module):
         Returns:
             hidden float32 [batch, tokens, hidden], after the final norm, and the cache.
         """
+        x, cache = self.run_layers(self.layer_states(), self.enter(token_ids), positions, cache, attend)
+        return self.leave(x), cache
+
+    def enter(self, token_ids: jax.Array) -> jax.Array:
+        """int32 [batch, tokens] -> x float32 [batch, tokens, hidden], before the first layer."""
         with jax.named_scope("embed"):
-            x = self.embed(token_ids)
+            return self.embed(token_ids)
+
+    def leave(self, x: jax.Array) -> jax.Array:
+        """x after the last layer -> hidden, as a call returns it."""
+        with jax.named_scope("norm"):
+            return constrain(self.norm(x), None, None, None)
+
+    def layer_states(self) -> list[nnx.State]:
+        """The layers' weights, in order."""
+        return [nnx.state(layer) for layer in self.layers]
+
+    def run_layers(
+        self, states: list[nnx.State], x: jax.Array, positions: jax.Array, cache: Any, attend: Attend
+    ) -> tuple[jax.Array, Any]:
+        """Run the layers of these weights, which `attend` knows by their places in the list; x keeps its shape."""
+        with jax.named_scope("rotary"):
             config = self.config
             frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
             rotary = rotary_tables(positions, frequencies)
@@ -131,11 +151,10 @@ class Llama(nnx.Module):
         def run_layer(state, index, x, cache):
             return nnx.merge(graph, state)(index, x, rotary, cache, attend)
 
-        for index, layer in enumerate(self.layers):
+        for index, state in enumerate(states):
             with jax.named_scope(f"layer_{index}"):
-                x, cache = run_layer(nnx.state(layer), jnp.int32(index), x, cache)
-        with jax.named_scope("norm"):
-            return constrain(self.norm(x), None, None, None), cache
+                x, cache = run_layer(state, jnp.int32(index), x, cache)
+        return x, cache
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """hidden [..., hidden] -> float32 [..., vocab]."""

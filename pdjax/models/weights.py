@@ -30,7 +30,7 @@ def save(folder: Path, parameters: Mapping[str, np.ndarray]) -> None:
 def load(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
     """Restore parameters by name, in the dtypes and shardings of `wanted`. Each process reads its shards only.
 
-    In a program of several processes all of them must call it.
+    In a program of several processes all of them must call it, each with what it has a shard of.
 
     Raises:
         ModelError: the checkpoint is missing, incomplete or damaged.
@@ -42,7 +42,8 @@ def load(folder: Path, wanted: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, 
     try:
         with _checkpointer() as checkpointer:
             return checkpointer.restore(
-                folder.absolute(), args=ocp.args.PyTreeRestore(dict(wanted), restore_args=arguments)
+                folder.absolute(),
+                args=ocp.args.PyTreeRestore(dict(wanted), restore_args=arguments, partial_restore=True),
             )
     except Exception as error:  # a failed read comes as a plain Exception with pages of text
         cause = str(error).partition("\n")[0][:300]

@@ -42,8 +42,10 @@ LAYOUTS = {
     "tp2": "tp2.gin",
     "tp4": "tp4_two_processes.gin",  # of two heads: each is on both devices of a process
     "dp2": "dp2.gin",  # rooms go to either device by their number
+    "pp2": "pp2.gin",  # a layer each
 }
-PAIRS = list(itertools.product(LAYOUTS, LAYOUTS))
+PREFILL_LAYOUTS = LAYOUTS | {"pp2 x tp2": "pp2_tp2_two_processes.gin"}  # a stage is a process
+PAIRS = list(itertools.product(PREFILL_LAYOUTS, LAYOUTS))
 LENGTHS = (1, PAGE - 1, PAGE, PAGE * 8, PAGE * 8 + 1, 100)
 _salts = itertools.count()
 
@@ -84,10 +86,11 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fle
     path = os.pathsep.join([str(BACKEND), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"PYTHONPATH": path, "PDJAX_TEST_DELAY": str(found.order)}
     try:
-        for layout, config in LAYOUTS.items():
+        for layout, config in PREFILL_LAYOUTS.items():
             options: dict[str, Any] = {"config": CONFIGS / config, "env": env, "Model__folder": model, **SHAPE}
             found.prefill[layout] = instance(folder, "prefill", **options, Disagg__bootstrap_port=0)
-            found.decode[layout] = instance(folder, "decode", **options)
+            if layout in LAYOUTS:
+                found.decode[layout] = instance(folder, "decode", **options)
         for part in found.parts:
             part.wait_ready()
         for layout, part in found.prefill.items():

@@ -103,7 +103,7 @@ def test_four_devices_of_two_processes_give_the_tokens_of_one(mesh: Part, dense:
     assert '"tp_size":4' in info and '"processes":2' in info
 
 
-@pytest.mark.parametrize("axis", ["dp", "cp"])
+@pytest.mark.parametrize("axis", ["dp", "cp", "pp"])
 def test_an_axis_over_two_processes_gives_the_tokens_of_one_device(
     tmp_path: Path, model: Path, dense: DenseModel, axis: str
 ) -> None:

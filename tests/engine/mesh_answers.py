@@ -56,6 +56,15 @@ def serve(tiny: TinyModel) -> dict[str, Any]:
         "retractions": stats["retractions_total"],
         "compiles": tiny.runner.compiles_after_warm_up - before,
         "misplaced": misplaced(tiny),
+        "weights": [
+            sum(
+                shard.data.nbytes
+                for leaf in tiny.model.leaves
+                for shard in leaf.addressable_shards
+                if shard.device == device
+            )
+            for device in tiny.mesh.devices.flat
+        ],
         "shard": list(tiny.runner.pool.addressable_shards[0].data.shape),
     }
 

@@ -21,6 +21,9 @@ MESHES: dict[str, tuple[dict[str, int], list[int]]] = {  # TinyModel's arguments
     "tp8": ({"devices": 8}, [2, POOL_PAGES, 1, 2, PAGE, 16]),
     "tp2 x cp2": ({"devices": 4, "cp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
     "dp2 x cp2 x tp2": ({"devices": 8, "dp": 2, "cp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
+    # Three microchunks, which 52 tokens do not fill.
+    "pp2 x tp2": ({"devices": 4, "pp": 2, "prefill_tokens": 52}, [1, POOL_PAGES, 2, 2, PAGE, 16]),
+    "pp2 x dp2 x cp2": ({"devices": 8, "pp": 2, "dp": 2, "cp": 2}, [1, POOL_PAGES, 4, 2, PAGE, 16]),
 }
 
 
@@ -54,3 +57,10 @@ def test_answers_are_those_of_one_device(
     assert found["compiles"] == 0
     assert found["shard"] == MESHES[name][1]
     assert not found["misplaced"]
+
+
+def test_a_device_of_a_pipeline_stage_holds_no_weights_of_another_stage(
+    one_device: dict[str, Any], meshes: dict[str, dict[str, Any]]
+) -> None:
+    whole = one_device["weights"][0]
+    assert max(meshes["pp2 x tp2"]["weights"]) < 1.05 * whole / 4, "matrices are cut by 4, norms by 2"

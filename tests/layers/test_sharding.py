@@ -5,7 +5,16 @@ import pytest
 from flax import nnx
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from pdjax.layers.sharding import instance_mesh, param_shardings, parameter, partition_spec, tensor_mesh
+from pdjax.layers.sharding import (
+    POOL_AXES,
+    instance_mesh,
+    param_shardings,
+    parameter,
+    partition_spec,
+    spec_of,
+    stage_meshes,
+    tensor_mesh,
+)
 from pdjax.models.llama import Llama
 from pdjax.models.random import tiny_config
 
@@ -62,5 +71,16 @@ def test_dp_ranks_are_groups_of_neighbours_that_share_mlp_and_vocabulary():
     assert partition_spec("mlp", (16, 8), ("mlp", None), devices) == PartitionSpec(("dp", "tp", "copy"), None)
     with pytest.raises(ValueError, match="mlp: dp x tp=8 does not divide its 12 mlp"):
         partition_spec("mlp", (12, 8), ("mlp", None), devices)
-    with pytest.raises(ValueError, match="dp x cp is 3 x 1, which does not divide 8 devices"):
+    with pytest.raises(ValueError, match="pp x dp x cp is 1 x 3 x 1, which does not divide 8 devices"):
         instance_mesh(range(8), kv_heads=2, dp=3)  # type: ignore[arg-type]
+
+
+def test_pipeline_stages_are_the_outermost_groups_and_share_the_vocabulary():
+    devices = instance_mesh(range(8), kv_heads=2, pp=2, dp=2)  # type: ignore[arg-type]
+    assert dict(devices.shape) == {"pp": 2, "dp": 2, "tp": 2}
+    stages = stage_meshes(devices)
+    assert [stage.devices.ravel().tolist() for stage in stages] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert all(dict(stage.shape) == {"dp": 2, "tp": 2} for stage in stages)
+    assert spec_of((4, 9, 2, 2, 4, 16), POOL_AXES, devices)[0] == "pp"
+    assert partition_spec("embed", (16, 8), ("vocab", None), devices) == PartitionSpec(("pp", "dp", "tp"), None)
+    assert stage_meshes(stages[0]) == stages[:1]

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from dense_attention import DenseModel
 
-from pdjax.layers.sharding import tensor_mesh
+from pdjax.layers.sharding import instance_mesh, tensor_mesh
 from pdjax.models.checkpoint import LoadedModel, load_model, model_identity
 from pdjax.models.errors import ModelError
 from pdjax.models.names import assemble
@@ -44,6 +44,12 @@ def test_parameters_come_back_as_they_were_written(tiny: Path):
     np.testing.assert_array_equal(module.embed.weight[...], written["embed.weight"])
     np.testing.assert_array_equal(module.layers[1].mlp.down.weight[...], written["layers.1.mlp.down.weight"])
     np.testing.assert_array_equal(module.layers[0].attention.qkv.weight[...], written["layers.0.attention.qkv.weight"])
+
+
+def test_layers_that_pp_does_not_divide_are_refused_with_both_numbers(tiny: Path):
+    mesh = instance_mesh(range(3), kv_heads=4, pp=3)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match="pp=3 does not divide its 2 layers"):
+        load_model(tiny, dtype="float32", mesh=mesh)
 
 
 def test_bfloat16_is_a_matter_of_loading_and_norms_stay_float32(tiny: Path):

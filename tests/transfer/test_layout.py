@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 
 from pdjax.cache.spec import StateSpec
-from pdjax.transfer.layout import Chunk, Layout, LayoutError, Place, Span, plan
+from pdjax.transfer.layout import Chunk, Layout, LayoutError, Place, Span, block_layers, plan
 from tests.transfer.layout_oracle import move, pools_of, random_state
 
 
@@ -178,6 +178,17 @@ def test_equal_layouts_move_one_whole_slot_a_rank() -> None:
     assert transfer.nbytes == 5 * spec.page_bytes == whole.slot_bytes(0, chunk, source=True)
     (block,) = whole.gathers(0, chunk)
     assert block.pages == range(3, 8) and block.layers == Span(0, spec.layers)
+
+
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.sampled_from([8, 16, 24]))
+def test_what_is_compiled_for_a_rank_serves_all_its_blocks(source: int, destination: int, layers: int) -> None:
+    spec, chunk = spec_of(layers=layers), Chunk(0, 3, 6)
+    whole = plan(spec, Layout(pp=source), Layout(pp=destination))
+    for places, blocks_of in ((whole.source_places, whole.gathers), (whole.destination_places, whole.scatters)):
+        for rank, place in places.items():
+            compiled = block_layers(spec, place)
+            assert {block.layers.count for block in blocks_of(rank, chunk)} <= set(compiled)
+            assert max(compiled) == place.layers.count
 
 
 def test_one_copy_of_a_latent_is_sent_and_the_other_ranks_are_not_asked() -> None:

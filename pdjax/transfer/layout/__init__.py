@@ -5,7 +5,19 @@ transfer work it out for themselves and get the same answer. `TransferPlan.trans
 where for one chunk, `gathers` and `scatters` which pages a rank copies into and out of its slot.
 """
 
-from pdjax.transfer.layout.plan import Block, Chunk, Piece, Transfer, TransferPlan, plan
+from pdjax.transfer.layout.plan import Block, Chunk, Piece, Transfer, TransferPlan, block_layers, plan
 from pdjax.transfer.layout.ranks import Layout, LayoutError, Place, Span
 
-__all__ = ["Block", "Chunk", "Layout", "LayoutError", "Piece", "Place", "Span", "Transfer", "TransferPlan", "plan"]
+__all__ = [
+    "Block",
+    "Chunk",
+    "Layout",
+    "LayoutError",
+    "Piece",
+    "Place",
+    "Span",
+    "Transfer",
+    "TransferPlan",
+    "block_layers",
+    "plan",
+]

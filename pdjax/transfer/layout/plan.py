@@ -185,6 +185,13 @@ def plan(
     )
 
 
+def block_layers(spec: StateSpec, place: Place) -> list[int]:
+    """How many layers the blocks of a rank have, where the other side has 1, 2, 4 or 8 equal stages: what is compiled
+    for a block is for its number of layers."""
+    peers = [peer for pp in (1, 2, 4, 8) if spec.layers % pp == 0 for peer in Layout(pp=pp).places(spec, 0)]
+    return sorted({peer.layers.overlap(place.layers).count for peer in peers} - {0})
+
+
 def _places(spec: StateSpec, layout: Layout, dp_rank: int, side: str) -> list[Place]:
     try:
         return layout.places(spec, dp_rank)
