@@ -157,12 +157,14 @@ class Disagg:
 class Transfer:
     """The data plane."""
 
-    backend: str = _option("ucx", "how bytes move between instances: ucx, nixl, mooncake, fake, or a plug-in's name")
+    backend: str = _option(
+        "ucx", "how bytes move between instances: ucx, nixl, mooncake, jax, fake, or a plug-in's name"
+    )
     ib_device: str = _option("", "network devices to use: a name, several with commas, a JSON map of ranks to either, "
                                  "or its .json file; empty: the backend's own choice")  # fmt: skip
     ucx_transports: str = _option("", "UCX's names of the transports to use; empty: shared memory, cma and every "
                                       "network transport that is there")  # fmt: skip
-    host: str = _option("127.0.0.1", "address at which nixl and mooncake take notices and bytes")
+    host: str = _option("127.0.0.1", "address at which nixl, mooncake and jax take notices and bytes")
     ucx_library: str = _option("", "path of another libucp to load before MPI; empty: the one that MPI brings")
     mapped: bool = _option(True, "on one host, write straight into the peer's mapped staging ring")
     verify: bool = _option(True, "checksum every chunk where it leaves and where it lands; a damaged one is sent again")

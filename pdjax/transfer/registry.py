@@ -15,6 +15,7 @@ OURS = {
     "ucx": "pdjax.transfer.ucx.backend",
     "nixl": "pdjax.transfer.nixl",
     "mooncake": "pdjax.transfer.mooncake",
+    "jax": "pdjax.transfer.jax_transfer",
     "fake": "pdjax.transfer.fake",
 }
 

@@ -23,7 +23,7 @@ def _needs(mode: str, *modules: str) -> object:
     return pytest.param(mode, marks=pytest.mark.skipif(not there, reason=f"{modules[0]} is not installed"))
 
 
-MOVING = [*PATHS, _needs("nixl", "nixl_cu12", "nixl_cu13"), _needs("mooncake", "mooncake")]
+MOVING = [*PATHS, "jax", _needs("nixl", "nixl_cu12", "nixl_cu13"), _needs("mooncake", "mooncake")]
 every_backend = pytest.mark.parametrize("mode", [*MOVING, "fake"])
 every_backend_that_moves = pytest.mark.parametrize("mode", MOVING)
 both_paths = pytest.mark.parametrize("mode", PATHS)

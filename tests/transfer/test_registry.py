@@ -14,7 +14,7 @@ def test_an_unknown_backend_is_refused_with_the_list(monkeypatch: pytest.MonkeyP
     theirs = [EntryPoint("pigeons", "nowhere:nothing", registry.GROUP)]
     monkeypatch.setattr(registry, "entry_points", lambda group: theirs)
     with pytest.raises(
-        TransferError, match="no transfer backend 'smoke'; there are fake, mooncake, nixl, pigeons, ucx"
+        TransferError, match="no transfer backend 'smoke'; there are fake, jax, mooncake, nixl, pigeons, ucx"
     ):
         registry.create("smoke", print)
 
