@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -19,12 +21,17 @@ from typing import Any
 import psutil
 
 CONFIG = Path(__file__).parent / "small.gin"
+_ports = itertools.count(random.SystemRandom().randrange(12_000))
 START_SECONDS = 600.0  # the first start on a machine compiles every step
 
 
 def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    """One that was not given before, below those that connections take for their own ends: it must stay free until the
+    instance listens."""
+    while True:
+        port = 20_000 + next(_ports) % 12_000
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 class Part:
