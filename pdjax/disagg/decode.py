@@ -26,7 +26,7 @@ from pdjax.engine.request import OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
-from pdjax.transfer.staging import Slots
+from pdjax.transfer.staging import Slots, pool_pages
 
 
 class Decode:
@@ -56,6 +56,7 @@ class Decode:
         self._slots = slots
         self._processes = processes
         self._layout = registration.layout
+        self._state = registration.state
         self._book = LandingBook(registration.state, registration.layout)
         self._arrived: dict[int, Arrival] = {}  # the chunk that the instance is being told of, by slot
         self._draining = Tally()  # over the processes
@@ -87,7 +88,7 @@ class Decode:
             port=rendezvous.port,
             prompt_tokens=request.prompt_tokens,
             prompt_digest=messages.prompt_digest(request.input_ids),
-            pages=self._engine.spec.pages(request.prompt_tokens),
+            pages=self._state.pages(request.prompt_tokens),
             priority=request.priority,
             arrived=request.arrived,
             follows=request.sample_of,
@@ -201,7 +202,7 @@ class Decode:
         timeline = self._timelines[rid]
         timeline.reserved, timeline.reused_tokens = engine.clock(), filled * engine.spec.page_size
         engine.trace.request("alloc wait", request, request.arrived, engine.clock())
-        return filled
+        return filled * self._layout.cp
 
     def holds_test(self, number: int) -> bool:
         """In the region for test messages."""
@@ -219,7 +220,7 @@ class Decode:
         """From the rings into the pool."""
         engine, start = self._engine, self._engine.clock()
         request, arrival = engine.requests[rid], self._arrived[slot]
-        destination = request.pages[first_page : first_page + pages]
+        destination = pool_pages(request.pages, first_page, pages, cp=self._layout.cp)
         self._copy(slot, ScatterChunk(arrival.layout, arrival.chunk, arrival.prompt_tokens, destination))
         engine.trace.request("scatter", request, start, engine.clock(), pages=pages)
 

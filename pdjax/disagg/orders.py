@@ -14,11 +14,11 @@ from pdjax.transfer.layout import Layout
 
 
 class OpenPath(msgspec.Struct, frozen=True, tag_field="type", tag="open"):
-    """Prefill: connect to the ranks of a decode instance, whose rings have slots of so many pages."""
+    """Prefill: connect to the ranks of a decode instance, whose slots take chunks of up to so many pages."""
 
     link: str
     layout: Layout
-    slot_pages: int
+    chunk_pages: int
     ranks: list[Rank]
 
 
@@ -31,7 +31,8 @@ class ClosePath(msgspec.Struct, frozen=True, tag_field="type", tag="close"):
 class SendChunk(msgspec.Struct, frozen=True, tag_field="type", tag="send"):
     """Prefill: gather what this process's ranks have of a chunk into staging slot `slot`, and send it over a link.
 
-    `page_ids` are the chunk's pages, numbered as in the pool. Ends in one `ChunkSent`, in `seconds` or little more.
+    `page_ids` are the pages of the pool that have some of the chunk. Ends in one `ChunkSent`, in `seconds` or little
+    more.
     """
 
     id: int
@@ -44,7 +45,8 @@ class SendChunk(msgspec.Struct, frozen=True, tag_field="type", tag="send"):
 
 
 class ScatterChunk(msgspec.Struct, frozen=True, tag_field="type", tag="scatter"):
-    """Decode: copy what has landed for this process's ranks out of the chunk's slot into `page_ids` of the pool."""
+    """Decode: copy what has landed for this process's ranks out of the chunk's slot into the pool, of which `page_ids`
+    are the pages that have some of the chunk."""
 
     layout: Layout  # of the prefill side
     chunk: ChunkNotice

@@ -23,7 +23,7 @@ from pdjax.engine.request import Finish, OutputToken, Request
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
-from pdjax.transfer.staging import Slots
+from pdjax.transfer.staging import Slots, pool_pages
 
 
 class Prefill:
@@ -55,6 +55,7 @@ class Prefill:
         self._slots = slots
         self._processes = processes
         self._layout = registration.layout
+        self._state = registration.state
         self._post = post
         self._sending = Tally()  # chunks, over the processes
         self._alone = Alone(self._begin)
@@ -125,8 +126,7 @@ class Prefill:
         """Ask for the slots that this step's pages will need, while it computes."""
         if request.alone:
             return
-        spec = self._engine.spec
-        first, end = step.start // spec.page_size, spec.pages(step.end)
+        first, end = step.start // self._state.page_size, self._state.pages(step.end)
         self._instance.computing(request.rid, first, end, self._engine.clock())
 
     def prefilled(self, request: Request, step: PrefillStep) -> None:
@@ -207,7 +207,7 @@ class Prefill:
     def begin_prompt(self, rid: str) -> int | None:
         """Pages, and a place in the scheduler."""
         request = self._engine.requests[rid]
-        return request.cached_tokens // self._engine.spec.page_size if self._begin(request) else None
+        return request.cached_tokens // self._state.page_size if self._begin(request) else None
 
     def _begin(self, request: Request) -> bool:
         engine = self._engine
@@ -220,7 +220,7 @@ class Prefill:
         """Have each process gather and send what its ranks hold."""
         engine, start = self._engine, self._engine.clock()
         request = engine.requests[rid]
-        page_ids = request.pages[notice.first_page : notice.first_page + notice.pages]
+        page_ids = pool_pages(request.pages, notice.first_page, notice.pages, cp=self._layout.cp)
         self._sending.begin(id, self._processes)
         sent = self._order(SendChunk(id, link, slot, notice, request.prompt_tokens, page_ids, deadline - start))
         if sent is not None:

@@ -23,12 +23,13 @@ class Receiver:
         self.test_cells = PathTestCells(part.backend, receives=True)
         self._runner = part.runner
         self._layout = part.layout
+        self._state = part.state
         self._verify = part.verify
-        sizes = {"slots": part.slots, "slot_pages": part.slot_pages, "backend": part.backend}
         shards = local_shards(part.runner.pool)
         self._rank_of = {device: rank for rank, device in part.devices.items()}
         self._rings = {
-            rank: LandingRing(shards[device], region=region_of(rank), **sizes) for rank, device in part.devices.items()
+            rank: LandingRing(shards[device], region=region_of(rank), **part.staging)
+            for rank, device in part.devices.items()
         }
 
     def warm_up(self) -> None:
@@ -83,7 +84,7 @@ class Receiver:
         return PieceLanded(notice, found is not None and found == notice.checksum)
 
     def _zero(self, order: ZeroPages) -> None:
-        holders = {place.rank for place in self._layout.places(self._runner.spec, order.dp_rank)}
+        holders = {place.rank for place in self._layout.places(self._state, order.dp_rank)}
 
         def scatter(device: Device, shard: jax.Array) -> jax.Array:
             ring, layers = self._rings[self._rank_of[device]], Span(0, shard.shape[0])
@@ -99,7 +100,7 @@ class Receiver:
 
     def _scatter(self, order: ScatterChunk) -> None:
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
-        pieces = plan_of_room(self._runner.spec, order.layout, self._layout, order.chunk.room)
+        pieces = plan_of_room(self._state, order.layout, self._layout, order.chunk.room)
 
         def scatter(device: Device, shard: jax.Array) -> jax.Array:
             rank = self._rank_of[device]

@@ -43,12 +43,12 @@ class Sender:
         self._test_cells = PathTestCells(part.backend, receives=False)
         self._runner = part.runner
         self._layout = part.layout
+        self._state = part.state
         self._devices = part.devices
         self._verify = part.verify
-        sizes = {"slots": part.slots, "slot_pages": part.slot_pages, "backend": part.backend}
         shards = local_shards(part.runner.pool)
         self._staging = {
-            rank: SourceStaging(shards[device], first_region=1 + rank * part.slots, **sizes)
+            rank: SourceStaging(shards[device], first_region=1 + rank * part.slots, **part.staging)
             for rank, device in part.devices.items()
         }
         self._peers: dict[str, _Peer] = {}
@@ -128,8 +128,9 @@ class Sender:
         processes = {transfer: f"{order.link}#{number}" for number, transfer in
                      enumerate(dict.fromkeys(rank.transfer for rank in ranks))}  # fmt: skip
         names = [processes[rank.transfer] for rank in ranks]
-        spec, layout = self._runner.spec, order.layout
-        slot_bytes = [layout.place(spec, rank).slot_bytes(spec, order.slot_pages) for rank in range(layout.ranks)]
+        state, layout = self._state, order.layout
+        pages = layout.slot_pages(order.chunk_pages)
+        slot_bytes = [layout.place(state, rank).slot_bytes(state, pages) for rank in range(layout.ranks)]
         self._peers[order.link] = _Peer(layout, ranks, slot_bytes, names)
         try:
             for transfer, name in processes.items():
@@ -143,7 +144,7 @@ class Sender:
         if peer is None:
             return ChunkSent(order.id, f"the path of {order.link} is closed")
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
-        pieces = plan_of_room(self._runner.spec, self._layout, peer.layout, order.chunk.room)
+        pieces = plan_of_room(self._state, self._layout, peer.layout, order.chunk.room)
         mine = [
             (number, transfer)
             for number, transfer in enumerate(pieces.transfers(chunk))

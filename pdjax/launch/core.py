@@ -43,7 +43,7 @@ class Core:
     spec: StateSpec
     limits: Limits
     pages: int
-    slot_pages: int  # pages of one prefill step, and so of one staging slot
+    prefill_tokens: int  # the most prompt tokens of one step: whole pages
     eos_token_ids: tuple[int, ...]
     identity: str
     info: dict[str, Any]  # what /server_info shows
@@ -55,9 +55,9 @@ class Core:
         return {rank: device for rank, device in enumerate(self.mesh.devices.flat) if device.process_index == here}
 
     @property
-    def prefill_tokens(self) -> int:
-        """The most prompt tokens of one step: whole pages."""
-        return self.slot_pages * self.spec.page_size
+    def chunk_pages(self) -> int:
+        """Pages of one prefill step as transfers count them, and so of the largest chunk."""
+        return self.layout.state(self.spec).pages(self.prefill_tokens)
 
     def warm_up_steps(self, role: str) -> list[StepPlan]:
         """The steps that this role can be asked for."""
@@ -156,11 +156,11 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
     )
     rows = -(-limits.max_running_requests // dp)
     pages = config.cache.pages or 1 + rows * spec.pages(-(-limits.max_context // 4))
-    slot_pages = spec.pages(min(config.engine.prefill_tokens, limits.max_context))
+    prefill_tokens = spec.page_size * spec.pages(min(config.engine.prefill_tokens, limits.max_context))
     buckets = make_buckets(
         max_context=limits.max_context,
         page_size=spec.page_size,
-        prefill_tokens=slot_pages * spec.page_size,
+        prefill_tokens=prefill_tokens,
         max_running_requests=rows,
         parts=cp,
         # One bfloat16 row takes a scalar path of XLA's on CPU, 8 times slower than two rows. To the native kernels 8
@@ -192,7 +192,7 @@ def load_core(role: str, config: Config, folder: Path) -> Core:
         spec=spec,
         limits=limits,
         pages=pages,
-        slot_pages=slot_pages,
+        prefill_tokens=prefill_tokens,
         eos_token_ids=model.config.eos_token_ids,
         identity=model_identity(folder),
         info=info,

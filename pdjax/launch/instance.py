@@ -44,7 +44,6 @@ def run(role: str, config: Config) -> int:
     Raises:
         StartError: it cannot start.
     """
-    _check(role, config)
     _prepare_environment(config)
     folder = model_folder(config.model.folder)
     if mpiexec.rank() > 0:
@@ -166,11 +165,6 @@ def _bury(role: str, problem: str, open_requests: list[str], frontend: Frontend)
     for rid in open_requests:
         frontend.send(Failed(rid, 503, _stopping(role, problem)))
     frontend.stop(GRACE_SECONDS / 2)
-
-
-def _check(role: str, config: Config) -> None:
-    if role != "unified" and config.instance.cp > 1:
-        raise StartError(f"a {role} instance with Instance.cp above 1 is not served yet: cut it by dp and tp alone")
 
 
 def _descriptions(own: bytes, leading: Leading | None) -> list[bytes]:

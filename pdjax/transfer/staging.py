@@ -49,10 +49,16 @@ def pages_of(blocks: Sequence[Block], page_ids: Sequence[int], *, first: int, cp
     """Blocks of a chunk with their pages.
 
     Args:
-        page_ids: the request's pages, as the pool numbers them, from the chunk's `first` page on.
+        page_ids: the pages of the pool that have some of the chunk, whose first page is `first`: see `pool_pages`.
         cp: over how many parts the request's pages are dealt out: a rank knows page i as its (i // cp)-th.
     """
     return [(block, local_pages(block.pages, page_ids, first=first, cp=cp)) for block in blocks]
+
+
+def pool_pages(page_ids: list[int], first: int, pages: int, *, cp: int) -> list[int]:
+    """Of a request's pages in the pool, those that have some of its pages [first, first + pages) as transfers count
+    them: each has `cp` of these, one a part."""
+    return page_ids[first // cp : -(-(first + pages) // cp)]
 
 
 def local_pages(pages: Iterable[int], page_ids: Sequence[int], *, first: int, cp: int) -> list[int]:

@@ -16,14 +16,14 @@ from pdjax.disagg.part import Part
 from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.topology import Rank
+from pdjax.disagg.protocol.topology import ranks_of
 from pdjax.disagg.receiver import Receiver
 from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine, Limits
 from pdjax.engine.scheduler import Scheduler
+from pdjax.launch.devices import layout_of
 from pdjax.net.events import Frame, LinkDown, LinkUp
 from pdjax.transfer.backend import Drained, Notice, Write, WriteDone
-from pdjax.transfer.layout import Layout
 from pdjax.transfer.staging import Slots
 from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Rendezvous, SamplingParams, ToFrontend, Tokens
 
@@ -114,12 +114,14 @@ class ClosePair:
         self._rooms = 0
         timeouts = Timeouts(bootstrap=1e4, waiting=1e4, transfer=1e4, alloc=1e4, link=1e4, peer=1e4)
         for role, side, tiny in (("prefill", self.prefill, prefill_model), ("decode", self.decode, decode_model)):
-            slot_pages = tiny.prefill_tokens // tiny.spec.page_size
+            layout = layout_of(tiny.mesh)
+            state = layout.state(tiny.spec)
+            chunk_pages = tiny.prefill_tokens // state.page_size
             memory: dict[str, Any] = {
-                "layout": Layout(),
-                "devices": {0: tiny.mesh.devices.flat[0]},
+                "layout": layout,
+                "devices": dict(enumerate(tiny.mesh.devices.flat)),
                 "slots": SLOTS,
-                "slot_pages": slot_pages,
+                "chunk_pages": chunk_pages,
                 "backend": Backend(side),
                 "verify": True,
             }
@@ -129,11 +131,12 @@ class ClosePair:
                 role=role,
                 instance=len(role),
                 model="tiny",
-                state=tiny.spec,
+                state=state,
                 backend="close",
-                ranks=[Rank(b"")],
+                ranks=ranks_of(layout, [b""] * layout.ranks),
                 slots=SLOTS,
-                slot_pages=slot_pages,
+                slot_pages=chunk_pages,
+                layout=layout,
                 allocation=allocation,
             )
             side.hello = messages.encode(registration)

@@ -154,8 +154,8 @@ Notice = PieceNotice | PathNotice
 
 
 class Registration(msgspec.Struct, frozen=True):
-    """What an instance says of itself when a link opens. `slots` and `slot_pages` describe the staging of each rank: a
-    decode's rings.
+    """What an instance says of itself when a link opens. A decode's rings have `slots` slots, each for a chunk of up
+    to `slot_pages` pages; `state` says how large a page is, see `Layout.state`.
 
     `ranks` holds one for each place of the layout.
     """

@@ -42,7 +42,7 @@ class Place:
     page_class: int
 
     def slot_bytes(self, spec: StateSpec, pages: int) -> int:
-        """Bytes of this rank's staging slot for chunks of up to `pages` pages. Enough for every layout of the other
+        """Bytes of this rank's staging slot for up to `pages` of its own pages. Enough for every layout of the other
         side: a slot holds each page, layer and head of this rank's once at most."""
         return pages * self.layers.count * self.heads.count * spec.run_words * spec.word_bytes
 
@@ -50,7 +50,8 @@ class Place:
 class Layout(msgspec.Struct, frozen=True):
     """How an instance's ranks share a state; the numbers are sizes of mesh axes.
 
-    Ranks count with `pp` outermost, then `dp`, `cp` and, innermost, `tp`.
+    Ranks count with `pp` outermost, then `dp`, `cp` and, innermost, `tp`. A page is what one rank has of a page of the
+    pool: with `cp` the pool's are that many times as large.
     """
 
     tp: int = 1  # cuts the heads; beyond the number of heads, each is held by several ranks. Within a dp group
@@ -82,6 +83,14 @@ class Layout(msgspec.Struct, frozen=True):
                 f"stage_layers is {list(stages)}; expected numbers whose sum is the {spec.layers} layers of state "
                 f"{spec.name!r}"
             )
+
+    def state(self, pool: StateSpec) -> StateSpec:
+        """The state of a pool of this layout in pages as its ranks, and so plans, count them."""
+        return msgspec.structs.replace(pool, page_size=pool.page_size // self.cp)
+
+    def slot_pages(self, pages: int) -> int:
+        """Of any `pages` pages of a request in a row, the most that one rank holds."""
+        return -(-pages // self.cp)
 
     def places(self, spec: StateSpec, dp_rank: int) -> list[Place]:
         """The ranks of one dp group and what they hold, by rank.
