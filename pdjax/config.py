@@ -187,29 +187,33 @@ class Config:
     transfer: Transfer = Transfer()
 
 
+ROLES = ("prefill", "decode", "unified")
+
 SECTIONS: dict[str, type] = {
     section.__name__: section for section in (Model, Instance, Cache, Engine, Server, Disagg, Transfer)
 }
 
 
-def load(files: list[Path], overrides: list[str] | None = None) -> Config:
+def load(files: list[Path], overrides: list[str] | None = None, *, role: str = "") -> Config:
     """Read gin files in order, then overrides such as ``Engine.max_context=4096``; later bindings win.
+
+    Those in a role's scope, such as ``prefill/Instance.tp=2``, are for instances of that `role` only.
 
     Raises:
         ConfigError: with file, line and the nearest right name, or the value that was expected.
     """
     bindings: dict[tuple[str, str], tuple[Any, str]] = {}
     for file in files:
-        _read_file(Path(file), bindings, depth=0)
+        _read_file(Path(file), bindings, role, depth=0)
     for override in overrides or []:
         name, equals, value = override.partition("=")
         if not equals:
             raise ConfigError(f"--gin.{override}: expected --gin.Section.key=value")
         try:
-            _collect(f"{name} = {value}", f"--gin.{name}", Path(), bindings, depth=0)
+            _collect(f"{name} = {value}", f"--gin.{name}", Path(), bindings, role, depth=0)
         except ConfigError:
             # A bare word is what a shell user means by a string.
-            _collect(f"{name} = {value!r}", f"--gin.{name}", Path(), bindings, depth=0)
+            _collect(f"{name} = {value!r}", f"--gin.{name}", Path(), bindings, role, depth=0)
     return _build(bindings)
 
 
@@ -242,31 +246,37 @@ class _Delegate(config_parser.ParserDelegate):
         return _Macro(macro_name)
 
 
-def _read_file(file: Path, bindings: dict, depth: int) -> None:
+def _read_file(file: Path, bindings: dict, role: str, depth: int) -> None:
     try:
         text = file.read_text()
     except OSError as error:
         raise ConfigError(f"{file}: cannot be read: {error.strerror}") from error
-    _collect(text, str(file), file.parent, bindings, depth)
+    _collect(text, str(file), file.parent, bindings, role, depth)
 
 
-def _collect(text: str, origin: str, folder: Path, bindings: dict, depth: int) -> None:
+def _collect(text: str, origin: str, folder: Path, bindings: dict, role: str, depth: int) -> None:
     if depth > 8:
         raise ConfigError(f"{origin}: includes are nested more than 8 deep")
     macros: dict[str, Any] = {}
     try:
         for statement in config_parser.ConfigParser(text, _Delegate()):
             if isinstance(statement, config_parser.IncludeStatement):
-                _read_file(folder / statement.filename, bindings, depth + 1)
+                _read_file(folder / statement.filename, bindings, role, depth + 1)
             elif isinstance(statement, config_parser.ImportStatement):
                 raise ConfigError(f"{origin}:{statement.location.line_num}: a configuration imports no code")
             elif isinstance(statement, config_parser.BindingStatement):
                 where = f"{origin}:{statement.location.line_num}"
                 value = _expand(statement.value, macros, where)
-                if statement.arg_name:
-                    bindings[_check_name(statement, where)] = (value, where)
-                else:
+                if statement.scope and statement.scope not in ROLES:
+                    raise ConfigError(
+                        f"{where}: there is no role {statement.scope!r}; {_nearest(statement.scope, ROLES)}"
+                    )
+                if not statement.arg_name:
                     macros[statement.selector] = value
+                    continue
+                name = _check_name(statement, where)
+                if statement.scope in ("", role):
+                    bindings[name] = (value, where)
     except SyntaxError as error:
         raise ConfigError(f"{origin}:{error.lineno or 1}: {error.msg}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,24 @@ def test_later_files_and_overrides_win(tmp_path: Path) -> None:
     assert loaded.model.folder == "some/where"
 
 
+def test_a_binding_in_a_roles_scope_is_for_that_role_only(tmp_path: Path) -> None:
+    file = tmp_path / "pair.gin"
+    file.write_text("Instance.tp = 1\nprefill/Instance.tp = 2\ndecode/Instance:\n    tp = 4\n    dp = 2\n")
+    found = {role: config.load([file], ["decode/Cache.pages=9"], role=role) for role in (*config.ROLES, "")}
+    assert {role: (loaded.instance.tp, loaded.instance.dp, loaded.cache.pages) for role, loaded in found.items()} == {
+        "prefill": (2, 1, 0), "decode": (4, 2, 9), "unified": (1, 1, 0), "": (1, 1, 0),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*_to_*.gin")), ids=lambda file: file.name)
+def test_a_pairs_file_cuts_its_sides_as_its_name_says(file: Path) -> None:
+    for role, name in zip(("prefill", "decode"), file.stem.split("_to_"), strict=True):
+        instance = config.load([file], role=role).instance
+        said = {axis: int(size) for axis, size in re.findall(r"([a-z]+)([0-9]+)", name)}
+        for axis in {"dp", "cp", "tp", *said}:
+            assert (getattr(instance, axis) or 1) == said.get(axis, 1), f"{role}: {axis}"
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -39,6 +58,8 @@ def test_later_files_and_overrides_win(tmp_path: Path) -> None:
         ("import os", "imports no code"),
         ("Engine.max_context = @open", "literal"),
         ("Engine.max_context = %NONE", "no macro"),
+        ("prefil/Instance.tp = 2", "did you mean 'prefill'"),
+        ("prefill/Instance.pt = 2", "did you mean 'tp'"),
     ],
 )
 def test_a_wrong_line_is_refused_with_its_place_and_what_would_be_right(tmp_path: Path, line: str, said: str) -> None:

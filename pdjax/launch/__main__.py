@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _run_instance(role: str, files: list[Path], overrides: list[str], arguments: list[str]) -> int:
-    config = configuration.load(files, overrides)
+    config = configuration.load(files, overrides, role=role)
     from pdjax.launch import instance
 
     return _under_mpi(config.instance.processes, arguments) or instance.run_and_exit(role, config)
