@@ -157,7 +157,8 @@ class Decode:
         return totals | own | {"staging_slots_free": self._slots.free_slots}
 
     def check_integrity(self) -> None:
-        """At rest no request has a room."""
+        """At rest no request has a room, and staging lies where it was made."""
+        self._receiver.check_integrity()
         self._admission.retraction.check_integrity()
         self._instance.check_integrity()
         if self._timelines:

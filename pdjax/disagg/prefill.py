@@ -168,8 +168,9 @@ class Prefill:
         return totals | self._instance.stats() | {"staging_slots_free": self._slots.free_slots}
 
     def check_integrity(self) -> None:
-        """At rest no request has a room."""
+        """At rest no request has a room, and staging lies where it was made."""
         self._instance.check_integrity()
+        self._sender.check_integrity()
         if self._firsts:
             raise AssertionError(f"first tokens of requests that have ended: {sorted(self._firsts)}")
 

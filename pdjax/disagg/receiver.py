@@ -44,6 +44,11 @@ class Receiver:
 
         self._runner.pool = with_new_shards(self._runner.pool, scatter)
 
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if a ring is not where peers write."""
+        for ring in self._rings.values():
+            ring.check_integrity()
+
     def carry_out(self, order: orders.Order) -> SlotEmptied | None:
         """Do as the leader says. Returns what is to be reported at once; the rest comes by `on_event`."""
         match order:

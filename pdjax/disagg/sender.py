@@ -65,6 +65,11 @@ class Sender:
                 staging.gather(0, shard, [(Block(0, 0, Span(0, layers), range(1)), [0])])
             staging.wait(0)
 
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if staging is not where the backend reads it."""
+        for staging in self._staging.values():
+            staging.check_integrity()
+
     def carry_out(self, order: orders.Order) -> ChunkSent | PathLost | None:
         """Do as the leader says. Returns what is to be reported at once; the rest comes by `on_event`."""
         match order:

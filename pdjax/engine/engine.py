@@ -96,7 +96,8 @@ class Engine:
         self._deadlines: list[tuple[float, str]] = []  # a heap; entries of requests that have ended are skipped
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens_computed", "generated_tokens", "finished_requests", "failed_requests",
-             "aborted_requests", "expired_requests", "cached_tokens", "cache_hit_requests"), 0)  # fmt: skip
+             "aborted_requests", "expired_requests", "cached_tokens", "cache_hit_requests",
+             "integrity_checks"), 0)  # fmt: skip
         self.role = make_role(self)
 
     @property
@@ -264,6 +265,7 @@ class Engine:
         if not self.requests and self._checked_at != self._counters["steps"]:
             self._checked_at = self._counters["steps"]  # once after each bout of work: it looks at every page
             self.check_integrity()
+            self._counters["integrity_checks"] += 1
         due = [IDLE_WAKE + self.clock(), *(deadline for deadline, _ in self._deadlines[:1])]
         timeout = max(0.0, min(due if deadline is None else [*due, deadline]) - self.clock())
         try:

@@ -113,13 +113,22 @@ class Follower:
 
     Args:
         on_role: takes what the leader's role says to this process's.
+        check: called in quiet moments; raises RuntimeError if something has moved that must not.
     """
 
-    def __init__(self, inbound: Inbound, runner: Runner, host: HostPages, on_role: Callable[[bytes], None]) -> None:
+    def __init__(
+        self,
+        inbound: Inbound,
+        runner: Runner,
+        host: HostPages,
+        on_role: Callable[[bytes], None],
+        check: Callable[[], None],
+    ) -> None:
         self._inbound = inbound
         self._runner = runner
         self._host = host
         self._on_role = on_role
+        self._check_integrity = check
         self._number = 0
         self._digest = 0
         self._running: deque[RunningStep] = deque()
@@ -191,6 +200,6 @@ class Follower:
             self._compiles = self._runner.compiles_after_warm_up
             self._inbound.send(orders.encode(Compiled(self._compiles)))
         try:
-            self._runner.check_integrity()
+            self._check_integrity()
         except RuntimeError as error:
             raise OutOfStep(Trouble(str(error))) from error

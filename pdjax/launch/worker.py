@@ -86,8 +86,14 @@ def _follow(
         for each in data_plane:
             each.part.warm_up()
     core.runner.expect_no_compile()
+
+    def check() -> None:
+        core.runner.check_integrity()
+        for each in data_plane:
+            each.part.check_integrity()
+
     with jax.thread_guard(True):
-        Follower(world.worker, core.runner, host, on_role).follow()
+        Follower(world.worker, core.runner, host, on_role, check).follow()
     stopping.set()
     for each in data_plane:
         each.close()

@@ -140,8 +140,12 @@ class SourceStaging:
         Raises:
             RuntimeError: it has moved, so the backend would send something else.
         """
-        if jax.block_until_ready(self._arrays[slot]).unsafe_buffer_pointer() != self._addresses[slot]:
-            raise RuntimeError(f"staging slot {slot} has moved: something holds a view of it")
+        _check_place(slot, jax.block_until_ready(self._arrays[slot]), self._addresses[slot])
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if a slot has moved."""
+        for slot, array in enumerate(self._arrays):
+            _check_place(slot, array, self._addresses[slot])
 
 
 class LandingRing:
@@ -161,6 +165,11 @@ class LandingRing:
         words = np.ctypeslib.as_array(memory).view(shard.dtype).reshape(slots, -1)
         device = next(iter(shard.sharding.device_set))
         self._arrays = [_alias(words[slot], device) for slot in range(slots)]
+
+    def check_integrity(self) -> None:
+        """Raise RuntimeError if what JAX reads is not where peers write."""
+        for slot, array in enumerate(self._arrays):
+            _check_place(slot, array, self._address + slot * self.slot_bytes)
 
     def clear(self, slot: int) -> None:
         """Fill a slot with zeros."""
@@ -186,6 +195,11 @@ class LandingRing:
                 first_run=block.offset // self._run_bytes,
             )
         return shard
+
+
+def _check_place(slot: int, array: jax.Array, address: int) -> None:
+    if array.unsafe_buffer_pointer() != address:
+        raise RuntimeError(f"staging slot {slot} has moved: something holds a view of it")
 
 
 def _page_words(shard: jax.Array) -> int:

@@ -8,11 +8,13 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 from halves import Room, open_room
 from models.dense_attention import DenseModel
@@ -25,7 +27,6 @@ from pdjax.models.random import tiny_config, write_random_model
 
 pytestmark = pytest.mark.e2e
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 BACKEND = Path(__file__).with_name("delayed_writes")
 PAGE, SLOTS, CONTEXT = 4, 4, 128
 SHAPE: dict[str, Any] = {
@@ -37,22 +38,34 @@ SHAPE: dict[str, Any] = {
     "Transfer__slots": SLOTS,
     "Transfer__backend": "delayed",
 }
-LAYOUTS = {
-    "tp1": "smollm2.gin",
-    "tp2": "tp2.gin",
-    "tp4": "tp4_two_processes.gin",  # of two heads: each is on both devices of a process
-    "dp2": "dp2.gin",  # rooms go to either device by their number
-    "pp2": "pp2.gin",  # a layer each
+LAYOUTS: dict[str, dict[str, int]] = {
+    "tp1": {},
+    "tp2": {"tp": 2},
+    "tp4": {"processes": 2, "devices_per_process": 2},  # of two heads: each is on both devices of a process
+    "dp2": {"dp": 2},  # rooms go to either device by their number
+    "dp4": {"dp": 4},
+    "cp2": {"cp": 2},
+    "cp2 x tp2": {"processes": 2, "devices_per_process": 2, "cp": 2},  # a process for each part of a request
+    "pp2": {"pp": 2},  # a layer each
+    "pp2 x tp2": {"processes": 2, "devices_per_process": 2, "pp": 2},  # a stage is a process
 }
-PREFILL_LAYOUTS = LAYOUTS | {"pp2 x tp2": "pp2_tp2_two_processes.gin"}  # a stage is a process
-PAIRS = list(itertools.product(PREFILL_LAYOUTS, LAYOUTS))
-LENGTHS = (1, PAGE - 1, PAGE, PAGE * 8, PAGE * 8 + 1, 100)
-_salts = itertools.count()
+PAIRS = [
+    *itertools.product(("tp1", "tp2", "tp4", "dp2", "pp2", "pp2 x tp2"), ("tp1", "tp2", "tp4", "dp2", "pp2")),
+    ("tp4", "dp4"),
+    ("cp2", "tp1"),
+    ("cp2", "tp2"),
+    ("cp2 x tp2", "tp1"),
+    ("cp2 x tp2", "dp4"),
+    ("tp2", "cp2"),
+    ("cp2", "cp2"),
+]
+LENGTHS = (1, PAGE - 1, PAGE, PAGE + 1, PAGE * 8, PAGE * 8 + 1, 100)
+_seeds = itertools.count()
 
 
 @dataclass
 class Fleet:
-    """One instance of each role and layout, any two of which make a pair."""
+    """One instance of each role and layout that some pair has."""
 
     prefill: dict[str, Part]
     decode: dict[str, Part]
@@ -66,8 +79,7 @@ class Fleet:
 
     def room(self, prefill: str, decode: str, length: int = 100, tokens: int = 12) -> Room:
         """With a prompt of its own, that no prefix cache has."""
-        salt = next(_salts)
-        prompt = [(7 * token + salt) % 250 for token in range(length)]
+        prompt = np.random.default_rng(next(_seeds)).integers(0, 250, length).tolist()
         return open_room(self.prefill[prefill], self.decode[decode], self.bootstrap[prefill], prompt, tokens)
 
 
@@ -86,10 +98,12 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fle
     path = os.pathsep.join([str(BACKEND), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {"PYTHONPATH": path, "PDJAX_TEST_DELAY": str(found.order)}
     try:
-        for layout, config in PREFILL_LAYOUTS.items():
-            options: dict[str, Any] = {"config": CONFIGS / config, "env": env, "Model__folder": model, **SHAPE}
-            found.prefill[layout] = instance(folder, "prefill", **options, Disagg__bootstrap_port=0)
-            if layout in LAYOUTS:
+        for layout, sizes in LAYOUTS.items():
+            options: dict[str, Any] = {"env": env, "Model__folder": model, **SHAPE}
+            options |= {f"Instance__{name}": size for name, size in sizes.items()}
+            if any(layout == prefill for prefill, _ in PAIRS):
+                found.prefill[layout] = instance(folder, "prefill", **options, Disagg__bootstrap_port=0)
+            if any(layout == decode for _, decode in PAIRS):
                 found.decode[layout] = instance(folder, "decode", **options)
         for part in found.parts:
             part.wait_ready()
@@ -163,6 +177,21 @@ def test_every_pair_of_layouts_gives_the_tokens_of_one_device(fleet: Fleet, pref
         metrics = at_rest(part)
         assert metrics["pdjax_compiles_after_warmup_total"] == 0 and metrics["pdjax_failed_rooms_total"] == 0
     assert fleet.decode[decode].metrics()["pdjax_damaged_chunks_total"] == 0
+
+
+def test_after_500_requests_pools_and_staging_lie_where_they_did_and_nothing_was_compiled(fleet: Fleet) -> None:
+    parts = fleet.prefill["tp2"], fleet.decode["dp2"]
+    checks = [part.metrics()["pdjax_integrity_checks_total"] for part in parts]
+
+    def ask(number: int) -> bool:
+        return is_right(fleet, fleet.room("tp2", "dp2", length=1 + number % 40, tokens=1 + number % 3))
+
+    with ThreadPoolExecutor(16) as clients:
+        assert all(clients.map(ask, range(500)))
+    for part, before in zip(parts, checks, strict=True):
+        at_rest(part)
+        until(lambda: part.metrics()["pdjax_integrity_checks_total"] > before, part)  # noqa: B023 - waits for it here
+        assert part.metrics()["pdjax_compiles_after_warmup_total"] == 0
 
 
 def test_a_piece_that_one_process_has_damaged_is_sent_again(fleet: Fleet) -> None:

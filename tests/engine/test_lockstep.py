@@ -58,7 +58,7 @@ class Pair:
         self.lead = Lead(self.wire.frames.append)
         self.leader, self.worker, self.host = tiny.runner, second.runner, second.host
         self.told: list[bytes] = []
-        self.follower = Follower(self.wire, self.worker, self.host, self.told.append)
+        self.follower = Follower(self.wire, self.worker, self.host, self.told.append, self.worker.check_integrity)
         self.small = SmallEngine(tiny, **more)
         nothing = np.zeros((tiny.spec.layers, BLOCK_PAGES, *self.leader.pool.shape[2:]), np.float32)
         for runner in (self.leader, self.worker):
