@@ -38,7 +38,7 @@ class Receiver:
         def scatter(device: Device, shard: jax.Array) -> jax.Array:
             rank = self._rank_of[device]
             self._rings[rank].clear(0)
-            for layers in block_layers(self._runner.spec, self._layout.place(self._runner.spec, rank)):
+            for layers in block_layers(self._state, self._layout.place(self._state, rank)):
                 shard = self._rings[rank].scatter(0, shard, [(Block(0, 0, Span(0, layers), range(1)), [0])])
             return shard
 

@@ -61,7 +61,7 @@ class Sender:
         shards = local_shards(self._runner.pool)
         for rank, staging in self._staging.items():
             shard = shards[self._devices[rank]]
-            for layers in block_layers(self._runner.spec, self._layout.place(self._runner.spec, rank)):
+            for layers in block_layers(self._state, self._layout.place(self._state, rank)):
                 staging.gather(0, shard, [(Block(0, 0, Span(0, layers), range(1)), [0])])
             staging.wait(0)
 
