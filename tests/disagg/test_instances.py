@@ -169,7 +169,8 @@ def test_a_dead_peer_needs_no_quarantine() -> None:
     assert sorted(host.slots) == [0, 1]
 
 
-def test_a_dead_leader_is_no_proof_that_its_workers_write_no_more() -> None:
+@pytest.mark.parametrize("then", ["nothing more is heard", "nobody listens", "another in its place"])
+def test_a_dead_leader_is_no_proof_that_its_workers_write_no_more(then: str) -> None:
     host = Host()
     instance = decode(host)
     ranks = [Rank(b"leader"), Rank(b"worker", cp=1)]
@@ -178,8 +179,16 @@ def test_a_dead_leader_is_no_proof_that_its_workers_write_no_more() -> None:
     instance.link_down(LINK, "the peer has died", 1.0, gone=True)
     assert "died" in host.failed["r"] and not host.drains
     instance.tick(1.0 + FIRST_LOOK)
-    instance.link_failed(LINK, "connection refused", 1.0 + FIRST_LOOK, gone=True)
-    instance.drained(host.drains[0], 1.0 + FIRST_LOOK)
+    if then == "another in its place":
+        ask(instance, 1.0 + FIRST_LOOK, rid="next", room=4)
+        linked(host, instance, 1.0 + FIRST_LOOK, HELLO[2])
+    elif then == "nobody listens":
+        ask(instance, 1.0 + FIRST_LOOK, rid="next", room=4)
+        instance.link_failed(LINK, "connection refused", 1.0 + FIRST_LOOK, gone=True)
+    instance.tick(0.9 + TIMEOUTS.workers_end)
+    assert not host.drains and host.slots == [0]
+    instance.tick(1.0 + TIMEOUTS.workers_end)
+    instance.drained(host.drains[0], 1.0 + TIMEOUTS.workers_end)
     assert sorted(host.slots) == [0, 1]
 
 

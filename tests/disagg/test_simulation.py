@@ -19,8 +19,9 @@ def test_nothing_that_must_never_happen_happens_in_200_seeds() -> None:
         outcome = run_seed(seed, FEW)
         assert outcome.problem is None, "\n".join([*outcome.log, f"seed {seed}: {outcome.problem}"])
         faults.update(outcome.faults)
-    assert faults >= {"kill", "stop", "long stop", "clock jump", "link cut", "path lost", "frame", "damage", "write",
-                      "abort", "duplicate room", "room number reused", "half a request", "slow consumer"}  # fmt: skip
+    assert faults >= {"kill", "worker lost", "stop", "long stop", "clock jump", "link cut", "path lost", "frame",
+                      "damage", "write", "abort", "duplicate room", "room number reused", "half a request",
+                      "slow consumer"}  # fmt: skip
 
 
 def test_whatever_happens_to_one_of_two_prefill_instances_no_request_is_lost() -> None:

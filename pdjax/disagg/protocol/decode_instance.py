@@ -51,7 +51,7 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom, _Job, _Link]):
         self._early = registration.allocation == messages.EARLY
         self._page_bytes = registration.state.page_bytes
         self._paths = PathTests(timeouts.peer)
-        self._quarantine = Quarantine()
+        self._quarantine = Quarantine(timeouts.workers_end)
         self._slot_queue = SlotQueue(registration.slots)
         self._drains: dict[int, DecodeRoom] = {}
         self._drained = 0
@@ -293,24 +293,23 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom, _Job, _Link]):
         self._drop_link(link, 502, reason, now, gone=False)
 
     def _seek_lost_peers(self, now: float) -> None:
-        for link, host, port in self._quarantine.due(now):
+        due = self._quarantine.due(now)
+        self._timers.watch(self._quarantine)
+        for room in due.rooms:
+            self._do(room, room.peer_gone(), now)
+        for link, host, port in due.links:
             if link not in self._peers:
                 self._peers[link] = _Link()
                 self._host.connect(link, host, port)
-        self._timers.watch(self._quarantine)
 
     def _come_back(self, link: str, entry: _Link, instance: int, now: float) -> None:
         """A prefill instance is there again. If it is the same process, it says what has become of its writes; if it is
         another one in its place, the first has ended."""
-        held = self._quarantine.take(link)
-        if held is None:
-            return
-        for generation, room in held.rooms.items():
-            if held.instance != instance:
-                self._do(room, room.peer_gone(), now)
-            elif not room.closed:
+        for generation, room in self._quarantine.back(link, instance, now).items():
+            if not room.closed:
                 entry.rooms[generation] = room
                 self._do(room, room.relinked(link, now), now)
+        self._seek_lost_peers(now)
         if entry.rooms:
             self._busy(entry, now)
 
@@ -318,25 +317,33 @@ class DecodeInstance(Instance[DecodeHost, DecodeRoom, _Job, _Link]):
         """Fail the rooms of a link that is gone or never stood; the next request makes a new one."""
         entry = self._peers.pop(link, None)
         self._paths.down(link)
+        if entry is not None:
+            for job in entry.awaiting.values():
+                self._do(job.room, job.room.cancel(status, reason, now), now)
+            if entry.registration is not None:
+                self._lose(link, entry.registration, dict(entry.rooms), reason, now, gone=gone)
         if gone:
-            held = self._quarantine.take(link)
-            for room in held.rooms.values() if held is not None else ():
-                self._do(room, room.peer_gone(), now)
-        if entry is None:
-            return
-        for job in entry.awaiting.values():
-            self._do(job.room, job.room.cancel(status, reason, now), now)
-        rooms = dict(entry.rooms)
-        # Workers outlive their leader by a moment, in which they may still write.
-        gone = gone and (entry.registration is None or entry.registration.processes == 1)
+            self._quarantine.gone(link, now)
+            self._seek_lost_peers(now)
+
+    def _lose(
+        self,
+        link: str,
+        peer: messages.Registration,
+        rooms: dict[int, DecodeRoom],
+        reason: str,
+        now: float,
+        *,
+        gone: bool,
+    ) -> None:
+        workers = peer.processes > 1
         for room in rooms.values():
-            self._do(room, room.link_lost(reason, now, gone=gone), now)
-        if not gone and entry.registration is not None:
-            unsure = {generation: room for generation, room in rooms.items() if room.granted_slots}
-            if unsure:
-                self._quarantine.put(link, entry.registration.instance, unsure, now)
-                self._timers.watch(self._quarantine)
-                self._host.say(f"{len(unsure)} rooms' staging slots are in quarantine: {reason}")
+            self._do(room, room.link_lost(reason, now, gone=gone and not workers), now)
+        unsure = {generation: room for generation, room in rooms.items() if room.granted_slots}
+        if unsure and (workers or not gone):
+            self._quarantine.put(link, peer.instance, unsure, now, workers=workers)
+            self._timers.watch(self._quarantine)
+            self._host.say(f"{len(unsure)} rooms' staging slots are in quarantine: {reason}")
 
     def _received(self, link: str, message: messages.RoomMessage, now: float) -> None:
         room = self._of_generation(message.room, message.generation)

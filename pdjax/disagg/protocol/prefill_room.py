@@ -39,7 +39,11 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Seconds; see `pdjax.config.Disagg`."""
+    """Seconds; see `pdjax.config.Disagg`.
+
+    Attributes:
+        workers_end: in which an instance's other processes have ended once its leader's has: JAX's own bound is 10.
+    """
 
     bootstrap: float
     waiting: float
@@ -48,6 +52,7 @@ class Timeouts:
     link: float = 5.0
     peer: float = 8.0
     heartbeat: float = 1.0
+    workers_end: float = 15.0
 
 
 @dataclass

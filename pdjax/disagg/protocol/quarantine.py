@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.timers import NEVER
 
@@ -14,43 +16,73 @@ FIRST_LOOK, LAST_LOOK = 2.0, 60.0  # seconds between attempts to reach it: doubl
 class Held:
     """Rooms, by generation, of one life of a peer."""
 
-    instance: int
+    workers: bool  # it has processes besides its leader's
     rooms: dict[int, DecodeRoom] = field(default_factory=dict)
     look_at: float = 0.0
     pause: float = FIRST_LOOK
+    gone: bool = False  # its leader is known to have ended
+
+
+class Due(msgspec.Struct, frozen=True, gc=False):
+    """What is to be done: links to try again, with their hosts and ports, and rooms that nobody writes for any more."""
+
+    links: list[tuple[str, str, int]]
+    rooms: list[DecodeRoom]
 
 
 class Quarantine:
-    """By link, which is also the peer's address, ``host:port``."""
+    """By link, which is also the peer's address, ``host:port``, and by the life of the peer there.
+
+    Args:
+        workers_end: see `Timeouts`.
+    """
 
     closed = False
 
-    def __init__(self) -> None:
-        self.held: dict[str, Held] = {}
+    def __init__(self, workers_end: float) -> None:
+        self._workers_end = workers_end
+        self._held: dict[tuple[str, int], Held] = {}
         self.deadline = NEVER  # when to call `due` at the latest
         self.timer = NEVER
 
-    def put(self, link: str, instance: int, rooms: dict[int, DecodeRoom], now: float) -> None:
+    def put(self, link: str, instance: int, rooms: dict[int, DecodeRoom], now: float, *, workers: bool) -> None:
         """Keep rooms whose peer is out of reach."""
-        held = self.held.setdefault(link, Held(instance))
+        held = self._held.setdefault((link, instance), Held(workers))
         held.rooms.update(rooms)
-        held.look_at = now + held.pause
-        self.deadline = min(self.deadline, held.look_at)
+        if not held.gone:
+            self._look(held, now + held.pause)
 
-    def take(self, link: str) -> Held | None:
-        """The peer, or its fate, is known: it is for the caller to go on with the rooms."""
-        return self.held.pop(link, None)
+    def back(self, link: str, instance: int, now: float) -> dict[int, DecodeRoom]:
+        """A peer is there again. Returns the rooms of this life of it, for the caller to go on with. Any other has
+        ended."""
+        held = self._held.pop((link, instance), None)
+        self.gone(link, now)
+        return held.rooms if held is not None else {}
 
-    def due(self, now: float) -> list[tuple[str, str, int]]:
-        """Links to try again, with their hosts and ports."""
-        found: list[tuple[str, str, int]] = []
-        for link, held in list(self.held.items()):
+    def gone(self, link: str, now: float) -> None:
+        """Whoever had this link has ended, or its leader has: its rooms are due now, or when its workers have."""
+        for (address, _), held in self._held.items():
+            if address == link and not held.gone:
+                held.gone = True
+                self._look(held, now + self._workers_end if held.workers else now)
+
+    def due(self, now: float) -> Due:
+        """Look at all that is held."""
+        due = Due([], [])
+        for (link, instance), held in list(self._held.items()):
             if not any(room.granted_slots for room in held.rooms.values()):
-                del self.held[link]  # what was on its way has landed
+                del self._held[link, instance]  # what was on its way has landed
+            elif held.look_at <= now and held.gone:
+                del self._held[link, instance]
+                due.rooms.extend(held.rooms.values())
             elif held.look_at <= now:
                 held.pause = min(2 * held.pause, LAST_LOOK)
                 held.look_at = now + held.pause
                 host, _, port = link.rpartition(":")
-                found.append((link, host, int(port)))
-        self.deadline = min((held.look_at for held in self.held.values()), default=NEVER)
-        return found
+                due.links.append((link, host, int(port)))
+        self.deadline = min((held.look_at for held in self._held.values()), default=NEVER)
+        return due
+
+    def _look(self, held: Held, at: float) -> None:
+        held.look_at = at
+        self.deadline = min(self.deadline, at)

@@ -102,7 +102,7 @@ def plan_of_room(spec: StateSpec, prefill: Layout, decode: Layout, room: int) ->
         decode,
         source_dp_rank=follow_bootstrap_room(room, prefill),
         destination_dp_rank=follow_bootstrap_room(room, decode),
-        turn=room,
+        turn=room % prefill.tp,  # copies are at most as many, and divide it: few plans, each worked out once
     )
 
 

@@ -63,7 +63,7 @@ class Slots:
         self.free = list(range(count))
         self.out = [False] * count
         self.epochs = [0] * count
-        self.content: list[Write | None] = [None] * count  # what has landed
+        self.content: list[dict[int, Write]] = [{} for _ in range(count)]  # what has landed, by piece
 
     def take(self) -> int | None:
         """A free slot."""
@@ -79,7 +79,7 @@ class Slots:
             raise Violation(f"{self.name}: slot {slot} is released twice")
         self.out[slot] = False
         self.epochs[slot] += 1
-        self.content[slot] = None
+        self.content[slot] = {}
         self.free.append(slot)
 
     def check_home(self) -> None:

@@ -13,8 +13,9 @@ from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.decode_life import DecodeLife
 from pdjax.disagg.simulate.life import Life
 from pdjax.disagg.simulate.prefill_life import PrefillLife
-from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
+from pdjax.disagg.simulate.settings import LAYOUTS, ONE_RANK, TIMEOUTS, Settings
 from pdjax.disagg.simulate.world import World
+from pdjax.transfer.layout import Layout
 
 if TYPE_CHECKING:
     from collections import Counter
@@ -97,11 +98,12 @@ class Room:
 class Clients:
     """All requests of a world, and the instances that live now, by index."""
 
-    def __init__(self, world: World, settings: Settings, *, calm: bool) -> None:
+    def __init__(self, world: World, settings: Settings, *, calm: bool, several_ranks: bool) -> None:
         self.world = world
         self.random = world.random
         self.settings = settings
         self.calm = calm
+        self.several_ranks = several_ranks
         self.policy = messages.EARLY if self.random.random() < 0.5 else messages.PREFILL_COMPLETE
         self._lives = 0
         self.prefills: list[PrefillLife] = []
@@ -118,6 +120,10 @@ class Clients:
         self._bounds: list[tuple[float, int, str, Room]] = []
         self._used: list[Room] = []  # some, whose numbers are used again
         self.delay = 0.0  # by how much standing still and the like may have held answers up
+
+    def draw_layout(self) -> Layout:
+        """Of an instance that starts."""
+        return self.random.choice(LAYOUTS) if self.several_ranks else ONE_RANK
 
     def new_prefill(self, index: int) -> PrefillLife:
         """Start a process."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from pdjax.cache.allocator import PageAllocator
-from pdjax.cache.prefix import Grant, PrefixCache
+from pdjax.cache.ranks import RankedPages, RankGrant
+from pdjax.disagg.pieces import Arrival, LandingBook
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
+from pdjax.disagg.protocol.topology import follow_bootstrap_room, plan_of_room
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.life import Life
-from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
-from pdjax.disagg.simulate.world import End, World
+from pdjax.disagg.simulate.settings import SPEC, TIMEOUTS, Settings
+from pdjax.disagg.simulate.world import End, World, Write
+from pdjax.transfer.layout import Chunk
 
 if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
@@ -26,12 +28,17 @@ class DecodeLife(Life):
     def __init__(self, world: World, clients: Clients, index: int, life: int, settings: Settings, policy: str) -> None:
         super().__init__(world, clients, index, life, settings, policy)
         self.machine = DecodeInstance(self, registration=self.registration, timeouts=TIMEOUTS)
-        self.pages = PageAllocator(settings.decode_pages + 1)
-        self.prefix = PrefixCache(self.pages, page_size=1, enabled=True)
+        self.prefix = RankedPages(
+            self.layout.dp, pages=settings.decode_pages + 1, rows=settings.decode_pages, page_size=1, enabled=True
+        )
         self.asked: set[str] = set()  # links that were asked for and have not come up
         self.tests: dict[int, bool] = {}  # test messages that have come, and whether they are right
-        self._granted: dict[str, Grant] = {}  # by request
-        self._content: dict[int, int] = {}  # the token that each page of the pool holds
+        self._granted: dict[str, RankGrant] = {}  # by request
+        self._book = LandingBook(SPEC, self.layout)
+        self._arrived: dict[int, Arrival] = {}  # the chunk that the machine is being told of, by slot
+        # By rank: the token that each page of its pool holds a part of; None: a part is not there.
+        self._content: list[dict[int, int | None]] = [{} for _ in range(self.layout.ranks)]
+        self._places = [self.layout.places(SPEC, dp_rank) for dp_rank in range(self.layout.dp)]
         self._decoding: set[str] = set()
 
     def submit(self, room: Room, rid: str) -> None:
@@ -72,10 +79,25 @@ class DecodeLife(Life):
         self.world.tell(self.name, f"hears that {end.name} has ended: {reason}")
         self.machine.link_down(end.name, reason, self.now, gone=gone)
 
-    def notice(self, notice: messages.ChunkNotice) -> None:
-        """Event of the data path."""
-        landed = self.slots.content[notice.slot]
-        self.machine.landed(notice, self.now, damaged=landed is not None and not landed.right)
+    def notice(self, write: Write) -> None:
+        """Event of the data path: a piece has landed."""
+        piece = messages.PieceNotice(
+            chunk=write.chunk,
+            prompt_tokens=write.room.pages,
+            layout=write.link.prefill.life.layout,
+            piece=write.number,
+            rank=write.transfer.piece.destination,
+            offset=write.transfer.destination_offset,
+            nbytes=write.transfer.nbytes,
+            posted_at=0.0,
+            checksum=None,
+        )
+        arrival = self._book.landed(piece, intact=write.right)
+        if arrival is not None:
+            slot = arrival.chunk.slot
+            self._arrived[slot] = arrival
+            self.machine.landed(arrival.chunk, self.now, damaged=arrival.damaged)
+            del self._arrived[slot]
 
     def test_came(self, number: int) -> None:
         """Event of the data path."""
@@ -90,6 +112,11 @@ class DecodeLife(Life):
         self.asked.discard(link)
         super().close(link)
 
+    def free_slot(self, slot: int) -> None:
+        """See `Host`."""
+        self._book.forget(slot)
+        super().free_slot(slot)
+
     def connect(self, link: str, host: str, port: int) -> None:
         """See `DecodeHost`."""
         self.asked.add(link)
@@ -103,7 +130,8 @@ class DecodeLife(Life):
         """See `DecodeHost`."""
         room = self.rooms[rid]
         cached = room.pages if share else 0
-        grant = self.prefix.begin(rid, room.tokens, pages=room.pages + room.growth, cached=cached)
+        rank = follow_bootstrap_room(room.number, self.layout)
+        grant = self.prefix.begin(rid, room.tokens, pages=room.pages + room.growth, cached=cached, rank=rank)
         if grant is None:
             return None
         self._granted[rid] = grant
@@ -123,10 +151,21 @@ class DecodeLife(Life):
             raise Violation(f"{self.name} scatters into pages that {rid} does not have", room.number)
         if first_page < grant.cached:
             raise Violation(f"{self.name} scatters into pages that {rid} shares with others", room.number)
-        landed, end = self.slots.content[slot], first_page + pages
-        if landed is None or (landed.notice.first_page, landed.notice.pages) != (first_page, pages):
-            raise Violation(f"{self.name} scatters {landed} as pages {first_page}+{pages} of {rid}", room.number)
-        self._content.update(zip(grant.pages[first_page:end], landed.room.tokens[first_page:end], strict=True))
+        arrival, landed = self._arrived[slot], self.slots.content[slot]
+        plan = plan_of_room(SPEC, arrival.layout, self.layout, room.number)
+        chunk = Chunk(first_page, pages, room.pages)
+        lacking: set[int] = set()  # ranks
+        parts: list[tuple[int, range]] = []
+        for number, transfer in enumerate(plan.transfers(chunk)):
+            write, rank = landed.get(number), transfer.piece.destination
+            if write is None:
+                lacking.add(rank)
+            elif (write.chunk.first_page, write.chunk.pages) != (first_page, pages):
+                raise Violation(f"{self.name} scatters {write.chunk} as {first_page}+{pages} of {rid}", room.number)
+            parts.append((rank, plan.pages(chunk, transfer.piece.page_class)))
+        for rank, part in parts:
+            for page in part:
+                self._content[rank][grant.pages[page]] = None if rank in lacking else landed[0].room.tokens[page]
 
     def drain(self, id: int) -> None:
         """See `DecodeHost`."""
@@ -138,11 +177,16 @@ class DecodeLife(Life):
         """See `DecodeHost`: the pages must hold what a prefill of this very prompt, or one that begins alike, has
         computed."""
         room = self.rooms[rid]
-        held = list(map(self._content.get, self._granted[rid].pages[: room.pages]))
-        if held != room.tokens:
-            missing = [page for page, token in enumerate(room.tokens) if held[page] != token]
-            raise Violation(f"{self.name} decodes {rid} from pages that are not its own: {missing}", room.number)
-        self.prefix.publish(rid, room.tokens, self._granted[rid].pages)
+        grant = self._granted[rid]
+        for place in self._places[grant.rank]:
+            mine = slice(place.page_class, room.pages, self.layout.cp)
+            held = list(map(self._content[place.rank].get, grant.pages[mine]))
+            if held != room.tokens[mine]:
+                raise Violation(
+                    f"{self.name} decodes {rid} from pages that are not its own, on rank {place.rank}: it has {held} "
+                    f"for {room.tokens[mine]}", room.number
+                )  # fmt: skip
+        self.prefix.publish(rid, room.tokens, grant.pages)
         self.clients.decode_started(room, rid)
         self._decoding.add(rid)
         self.world.after(room.generates, self.receive, self._generated, rid)
@@ -171,5 +215,5 @@ class DecodeLife(Life):
         """Raise unless nothing is held for anybody."""
         super().check_home()
         self.prefix.check_integrity()
-        if self.prefix.available != self.pages.capacity:
-            raise Violation(f"{self.name}: {self.pages.capacity - self.prefix.available} pages are not home")
+        if self.prefix.available != self.prefix.capacity:
+            raise Violation(f"{self.name}: {self.prefix.capacity - self.prefix.available} pages are not home")

@@ -29,6 +29,8 @@ class Life:
 
     def __init__(self, world: World, clients: Clients, index: int, life: int, settings: Settings, policy: str) -> None:
         self.world = world
+        self.layout = clients.draw_layout()
+        self.lost_ranks: set[int] = set()  # whose processes have died
         self.clients = clients
         self.index = index
         self.name = f"{self.role}{index}.{life}"
@@ -38,7 +40,7 @@ class Life:
         self.links: dict[str, End[Life]] = {}  # this side of each
         self.rooms: dict[str, Room] = {}  # live requests, by id
         self.slots = Slots(self.name, settings.slots)
-        self.registration = registration(self.role, world.random.getrandbits(62), settings, policy)
+        self.registration = registration(self.role, world.random.getrandbits(62), settings, policy, self.layout)
         self.hello = messages.encode(self.registration)
         # What has come while it stands still; what came over a link counts only if that stands.
         self.backlog: deque[tuple[End[Life] | None, Callable[..., None], tuple[Any, ...]]] = deque()

@@ -9,6 +9,7 @@ from unittest import mock
 
 import msgspec
 
+from pdjax.disagg.pieces import Arrival, LandingBook
 from pdjax.disagg.protocol import actions, messages
 from pdjax.disagg.protocol.decode_room import DecodeRoom, Reserved
 from pdjax.disagg.protocol.prefill_room import PrefillRoom
@@ -104,6 +105,27 @@ def claim_without_a_page_that_is_lacking() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def success_on_a_missing_rank() -> Iterator[None]:
+    """A chunk counts as landed when one of its pieces has yet to come."""
+
+    def landed(book: LandingBook, notice: messages.PieceNotice, *, intact: bool) -> Arrival | None:
+        key = notice.chunk.generation, notice.chunk.chunk
+        arrival = _LANDED(book, notice, intact=intact) or book._open[notice.chunk.slot].get(key)
+        return arrival if arrival is not None and len(arrival.missing) <= 1 else None
+
+    with mock.patch.object(LandingBook, "landed", landed):
+        yield
+
+
+@contextlib.contextmanager
+def workers_that_end_with_their_leader() -> Iterator[None]:
+    """An instance is taken for gone as soon as its leader is."""
+    with mock.patch.object(messages.Registration, "processes", 1):
+        yield
+
+
+_LANDED = LandingBook.landed
 _RESERVED = DecodeRoom.reserved
 _FAIL, _DAMAGED, _RECEIVE = DecodeRoom._fail, DecodeRoom.damaged, PrefillRoom.received
 _WATCH = Timers.watch
@@ -119,5 +141,7 @@ PLANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         credit_counted_twice,
         forgotten_tombstones,
         claim_without_a_page_that_is_lacking,
+        success_on_a_missing_rank,
+        workers_that_end_with_their_leader,
     )
 }

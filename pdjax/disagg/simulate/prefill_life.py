@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
+from pdjax.disagg.protocol.topology import follow_bootstrap_room, plan_of_room
 from pdjax.disagg.simulate.books import Pages, Violation
 from pdjax.disagg.simulate.life import STEP, Life
-from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
+from pdjax.disagg.simulate.settings import SPEC, TIMEOUTS, Settings
 from pdjax.disagg.simulate.world import End, Link, World, Write
+from pdjax.transfer.layout import Chunk, Layout
 
 if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
@@ -25,7 +28,10 @@ class PrefillLife(Life):
     def __init__(self, world: World, clients: Clients, index: int, life: int, settings: Settings, policy: str) -> None:
         super().__init__(world, clients, index, life, settings, policy)
         self.machine = PrefillInstance(self, registration=self.registration, timeouts=TIMEOUTS)
-        self.pages = Pages(self.name, settings.prefill_pages)
+        # Of each dp rank.
+        self.pages = [Pages(f"{self.name}/{rank}", settings.prefill_pages) for rank in range(self.layout.dp)]
+        self._peers: dict[str, Layout] = {}
+        self._sending = Tally()  # chunks, over their pieces
         self._step_pages = settings.slot_pages
         self._queue: deque[str] = deque()
         self._done: dict[str, int] = {}  # computed pages
@@ -39,8 +45,9 @@ class PrefillLife(Life):
 
     def cancel(self, rid: str, reason: str) -> None:
         """A client goes."""
-        if self.rooms.pop(rid, None) is not None:
-            self._forget(rid)
+        room = self.rooms.pop(rid, None)
+        if room is not None:
+            self._forget(room, rid)
             self.machine.cancel(rid, reason, self.now)
 
     def link_up(self, end: End, hello: bytes) -> None:
@@ -56,14 +63,17 @@ class PrefillLife(Life):
         self._close(end.link)
 
     def write_ended(self, id: int, error: str | None) -> None:
-        """Event of the data path."""
-        self.machine.write_ended(id, error, self.now)
+        """Event of the data path: a piece has ended."""
+        over = self._sending.ended(id, error)
+        if over is not None:
+            self.machine.write_ended(id, over.error, self.now)
 
     def open_path(self, link: str, peer: messages.Registration) -> str | None:
         """See `PrefillHost`."""
         end = self.links.get(link)
         if end is not None:
             end.link.path = True
+            self._peers[link] = peer.layout
         return None
 
     def close_path(self, link: str) -> None:
@@ -79,7 +89,7 @@ class PrefillLife(Life):
     def begin_prompt(self, rid: str) -> int | None:
         """See `PrefillHost`."""
         room = self.rooms[rid]
-        if self.pages.take(rid, room.pages) is None:
+        if self._pool(room).take(rid, room.pages) is None:
             return None
         self._queue.append(rid)
         self._done[rid] = room.cached_pages
@@ -113,7 +123,7 @@ class PrefillLife(Life):
     def write(self, id: int, link: str, slot: int, rid: str, notice: messages.ChunkNotice, deadline: float) -> None:
         """See `PrefillHost`."""
         room, end = self.rooms[rid], self.links.get(link)
-        if rid not in self.pages.owned:
+        if rid not in self._pool(room).owned:
             raise Violation(f"{self.name} gathers pages of {rid}, which has none", room.number)
         if notice.first_page + notice.pages > self._done[rid] and rid in self._queue:
             raise Violation(f"{self.name} sends pages of {rid} before they are computed", room.number)
@@ -121,32 +131,41 @@ class PrefillLife(Life):
             raise Violation(f"{rid} is sent to two decode instances: its room was claimed twice", room.number)
         if end is None:
             raise Violation(f"{self.name} writes on a link that is gone", room.number)
-        self.world.post(Write(id, end.link, notice, room))
+        plan = plan_of_room(SPEC, self.layout, self._peers[link], room.number)
+        transfers = plan.transfers(Chunk(notice.first_page, notice.pages, room.pages))
+        self._sending.begin(id, len(transfers))
+        for number, transfer in enumerate(transfers):
+            self.world.post(Write(id, end.link, notice, room, number, transfer))
 
     def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
         """See `PrefillHost`."""
         end = self.links.get(link)
         if end is not None:
+            self._sending.begin(id, 1)
             self.world.post_test(end.link, id, number)
 
     def finish(self, rid: str) -> None:
         """See `PrefillHost`."""
         room = self.rooms.pop(rid)
-        self._forget(rid)
+        self._forget(room, rid)
         self.clients.prefill_ended(room, rid, None)
 
     def fail(self, rid: str, status: int, reason: str) -> None:
         """See `Host`."""
         room = self.rooms.pop(rid)
-        self._forget(rid)
+        self._forget(room, rid)
         self.clients.prefill_ended(room, rid, reason, status)
 
-    def _forget(self, rid: str) -> None:
-        self.pages.give_back(rid)
+    def _pool(self, room: Room) -> Pages:
+        return self.pages[follow_bootstrap_room(room.number, self.layout)]
+
+    def _forget(self, room: Room, rid: str) -> None:
+        self._pool(room).give_back(rid)
         self._done.pop(rid, None)
         self._served.pop(rid, None)
 
     def check_home(self) -> None:
         """Raise unless nothing is held for anybody."""
         super().check_home()
-        self.pages.check_home()
+        for pages in self.pages:
+            pages.check_home()

@@ -35,7 +35,7 @@ def run_seed(seed: int, settings: Settings | None = None, *, explain: bool = Tru
     """Play a world. If it fails and `explain`, play it again, with a log."""
     settings = settings or Settings()
     world = World(seed)
-    play = _Play(world, settings, calm=settings.calm_every > 0 and seed % settings.calm_every == 0)
+    play = _Play(world, settings, seed)
     outcome = Outcome(seed)
     room = None
     try:
@@ -58,7 +58,7 @@ def _explain(seed: int, settings: Settings, room: int | None) -> list[str]:
     entries: list[tuple[float, str, str]] = []
     world = World(seed, entries)
     try:
-        _Play(world, settings, calm=settings.calm_every > 0 and seed % settings.calm_every == 0).run()
+        _Play(world, settings, seed).run()
     except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
         entries.append((world.now, "world", f"{type(error).__name__}: {error}"))
     if room is not None:
@@ -68,12 +68,13 @@ def _explain(seed: int, settings: Settings, room: int | None) -> list[str]:
 
 
 class _Play:
-    def __init__(self, world: World, settings: Settings, *, calm: bool) -> None:
+    def __init__(self, world: World, settings: Settings, seed: int) -> None:
         self.world = world
         self.settings = settings
-        self.calm = calm
+        self.calm = settings.calm_every > 0 and seed % settings.calm_every == 0
         self.random = world.random
-        self.clients = Clients(world, settings, calm=calm)
+        several_ranks = settings.ranks_every > 0 and seed % settings.ranks_every == 0
+        self.clients = Clients(world, settings, calm=self.calm, several_ranks=several_ranks)
 
     def run(self) -> None:
         """Requests and faults, then peace, then a fresh request for every pair. Raises `Violation`."""
@@ -135,13 +136,19 @@ class _Play:
         kinds = ("kill", "stop", "long stop", "jump", "cut", "path", "frames", "damage", "writes")
         if self.settings.spares:
             life, kinds = clients.prefills[0], kinds[:6]
+        if life.layout.ranks > 1:
+            kinds = (*kinds, "worker")
         kind = draw.choice(kinds)
-        if kind in ("kill", "stop", "long stop", "jump", "cut", "path"):
+        if kind in ("kill", "stop", "long stop", "jump", "cut", "path", "worker"):
             clients.disturbed_links = True
         if kind == "kill" and life.alive:
             self.world.faults["kill"] += 1
-            life.die()
-            self.world.after(draw.expovariate(1), self._restart, life)
+            self._kill(life)
+        elif kind == "worker" and life.alive:
+            # The rest of the instance notices, and ends.
+            self.world.faults["worker lost"] += 1
+            self.world.lose_rank(life, draw.randrange(1, life.layout.ranks))
+            self.world.after(draw.random(), self._kill, life)
         elif kind in ("stop", "long stop"):
             seconds = draw.random() if kind == "stop" else draw.uniform(1, 4) * TIMEOUTS.peer
             self.world.faults[kind] += 1
@@ -165,6 +172,11 @@ class _Play:
             name = {"frames": "truncate", "damage": "damage", "writes": "refuse"}[kind]
             setattr(self.world, name, draw.uniform(0.01, 0.3))
             self.world.after(draw.uniform(0.05, 0.5), setattr, self.world, name, 0.0)
+
+    def _kill(self, life: Life) -> None:
+        if life.alive:
+            life.die()
+            self.world.after(self.random.expovariate(1), self._restart, life)
 
     def _lose_path(self, link: Link) -> None:
         prefill = link.prefill.life

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from pdjax.disagg.simulate.decode_life import DecodeLife
     from pdjax.disagg.simulate.life import Life
     from pdjax.disagg.simulate.prefill_life import PrefillLife
+    from pdjax.transfer.layout import Transfer
 
+
+LINGER = 0.9 * TIMEOUTS.workers_end  # seconds that the last worker of an instance outlives its leader at most
 
 L = TypeVar("L", bound="Life", covariant=True)
 
@@ -48,26 +51,31 @@ class Link:
         self.prefill: End[PrefillLife] = End(self, prefill, prefill_name)
         self.decode: End[DecodeLife] = End(self, decode, name)
         self.prefill.other, self.decode.other = self.decode, self.prefill
-        self.landed_at = 0.0
+        self.landed_at: dict[tuple[int, int], float] = {}  # by source and destination rank: each pair has its own path
         self.path = False  # whether the prefill side has opened it
-        self.writes: dict[int, Write] = {}
+        self.writes: dict[Write, None] = {}
 
 
 class Write:
-    """Bytes on their way into a slot. They may land after their sender has failed, or is dead."""
+    """One piece of a chunk on its way into a slot of one rank. It may land after its sender has failed, or is dead."""
 
-    __slots__ = ("epoch", "id", "lands_at", "link", "notice", "reported", "right", "room", "slot", "told")
+    __slots__ = (
+        "chunk", "epoch", "id", "lands_at", "link", "number", "posted_at", "reported", "right", "room", "told",
+        "transfer",
+    )  # fmt: skip
 
-    def __init__(self, id: int, link: Link, notice: ChunkNotice, room: Room) -> None:
+    def __init__(self, id: int, link: Link, chunk: ChunkNotice, room: Room, number: int, transfer: Transfer) -> None:
         self.id = id
         self.link = link
-        self.notice = notice
+        self.chunk = chunk
         self.room = room  # whose pages it brings
-        self.slot = notice.slot
+        self.number = number  # of the piece
+        self.transfer = transfer
         self.epoch = 0  # of the slot
         self.right = True
         self.told = True  # whether the notice comes with it
         self.reported = False
+        self.posted_at = 0.0
         self.lands_at = 0.0
 
 
@@ -175,42 +183,44 @@ class World:
 
     def post(self, write: Write) -> None:
         """Start a write."""
-        link = write.link
-        if not link.path or (self.refuse and self.draw() < self.refuse):
+        link, piece, slot = write.link, write.transfer.piece, write.chunk.slot
+        prefill, decode = link.prefill.life, link.decode.life
+        if piece.source in prefill.lost_ranks:
+            return  # nobody is there to send it, or to say so
+        if not link.path or piece.destination in decode.lost_ranks or (self.refuse and self.draw() < self.refuse):
             self.faults["write"] += link.path
             self.after(0.001, self._report, write, "no path" if not link.path else "the transport failed")
             return
-        ring = link.decode.life.slots
-        if not ring.out[write.slot]:
-            raise Violation(
-                f"{link.prefill.life.name} writes into slot {write.slot} of {link.decode.life.name}, which is free"
-            )
-        write.epoch = ring.epochs[write.slot]
+        ring = decode.slots
+        if not ring.out[slot]:
+            raise Violation(f"{prefill.name} writes into slot {slot} of {decode.name}, which is free")
+        write.epoch = ring.epochs[slot]
         if self.damage and self.draw() < self.damage:
             self.faults["damage"] += 1
             write.right = False
-        at = self.now + self.draw() * 0.01
-        if at < link.landed_at:
-            at = link.landed_at
-        link.landed_at = write.lands_at = at
-        link.writes[write.id] = write
+        pair = piece.source, piece.destination
+        at = max(self.now + self.draw() * 0.01, link.landed_at.get(pair, 0.0))
+        link.landed_at[pair] = write.lands_at = at
+        link.writes[write] = None
         self._pushed += 1
         heappush(self._heap, (at, self._pushed, self._land, (write, at)))
 
     def _land(self, write: Write, due: float) -> None:
         if write.lands_at != due:
             return  # put off
-        link = write.link
-        link.writes.pop(write.id, None)
+        link, slot = write.link, write.chunk.slot
+        link.writes.pop(write, None)
         decode = link.decode.life
-        if decode.alive:
-            ring, slot = decode.slots, write.slot
+        if decode.alive and write.transfer.piece.destination not in decode.lost_ranks:
+            ring = decode.slots
             if not ring.out[slot] or ring.epochs[slot] != write.epoch:
-                raise Violation(f"a write of {link.prefill.life.name} has landed in slot {slot} of {decode.name} "
-                                "after that was released")  # fmt: skip
-            ring.content[slot] = write
+                raise Violation(
+                    f"a write of {link.prefill.life.name} has landed in slot {slot} of {decode.name} after that was "
+                    "released", write.chunk.room
+                )  # fmt: skip
+            ring.content[slot][write.number] = write
             if write.told:
-                decode.receive(decode.notice, write.notice)
+                decode.receive(decode.notice, write)
         self.after(self.draw() * 0.002, self._report, write, None)
 
     def _report(self, write: Write, error: str | None) -> None:
@@ -243,21 +253,37 @@ class World:
     def close_path(self, link: Link, *, by_death: bool) -> None:
         """No more writes. Those on their way are reported as failed, and may land all the same, up to much later."""
         link.path = False
-        decode = link.decode.life
-        for write in list(link.writes.values()):
+        for write in list(link.writes):
             if not by_death:
                 self.after(0.001, self._report, write, "the path was closed")
-            if self.draw() < 0.5:
-                write.told = False  # a part of the bytes lands, and nobody says so
-            late = self.draw() * 0.5
-            write.lands_at = self.now + late
-            self.after(late, self._land, write, write.lands_at)
-            self._orphans.setdefault(decode, []).append(write)
+            # Workers outlive their leader for a moment, in which they carry out what it has ordered.
+            lingers = by_death and write.transfer.piece.source > 0
+            self._orphan(write, self.draw() * LINGER if lingers else 0.0)
+
+    def lose_rank(self, life: Life, rank: int) -> None:
+        """The process of a rank has died. Nobody reports on its writes any more."""
+        life.lost_ranks.add(rank)
+        self.tell(life.name, f"loses the process of rank {rank}")
+        for end in life.links.values():
+            for write in list(end.link.writes):
+                if end is end.link.prefill and write.transfer.piece.source == rank:
+                    write.reported = True
+                    self._orphan(write, 0.0)
+
+    def _orphan(self, write: Write, delay: float) -> None:
+        """A write whose sender knows no more of it lands late, and half of them without a word."""
+        if self.draw() < 0.5:
+            write.told = False
+        write.posted_at = self.now + delay
+        write.lands_at = write.posted_at + self.draw() * 0.5
+        self.after(write.lands_at - self.now, self._land, write, write.lands_at)
+        self._orphans.setdefault(write.link.decode.life, []).append(write)
 
     def drain(self, decode: DecodeLife, id: int) -> None:
-        """Tell when all that nobody reports on any more has landed."""
+        """Tell when all has landed that was sent by now and that nobody reports on any more."""
         orphans = [write for write in self._orphans.pop(decode, ()) if write.lands_at > self.now]
         if orphans:
             self._orphans[decode] = orphans
-        dry = max((write.lands_at for write in orphans), default=self.now) + 0.01
+        sent = (write.lands_at for write in orphans if write.posted_at <= self.now)
+        dry = max(sent, default=self.now) + 0.01
         self.after(dry - self.now, decode.receive, decode.drained, id)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdjax.cache.spec import StateSpec
 from pdjax.transfer.layout.ranks import Layout, LayoutError, Place, Span
@@ -72,6 +72,8 @@ class TransferPlan:
     page_stride: int
     source_places: dict[int, Place]  # by rank, of the ranks that send
     destination_places: dict[int, Place]
+    # By where in the stride a chunk begins, and its pages: all that transfers depend on.
+    _transfers: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict, compare=False, repr=False)
 
     def pages(self, chunk: Chunk, page_class: int) -> range:
         """Which pages of a chunk a piece of this class moves: those of its class that the window still reaches."""
@@ -100,7 +102,15 @@ class TransferPlan:
 
     def transfers(self, chunk: Chunk) -> list[Transfer]:
         """What is written for a chunk: every piece that has a page in it. Two ranks have at most one piece in common,
-        and so one write a chunk."""
+        and so one write a chunk. The list is the same for many chunks: leave it as it is."""
+        first = max(chunk.first_page, self.spec.first_page(chunk.prompt_tokens))
+        shape = first % self.page_stride, max(0, chunk.first_page + chunk.pages - first)
+        known = self._transfers.get(shape)
+        if known is None:
+            known = self._transfers[shape] = self._transfers_of(chunk)
+        return known
+
+    def _transfers_of(self, chunk: Chunk) -> list[Transfer]:
         here = {rank: _by_part(self.gathers(rank, chunk), place) for rank, place in self.source_places.items()}
         there = {rank: _by_part(self.scatters(rank, chunk), p) for rank, p in self.destination_places.items()}
         found = []
