@@ -84,8 +84,9 @@ def load_model(folder: Path, *, dtype: str, mesh: Mesh) -> LoadedModel:
     arrays = weights.load(folder / WEIGHTS, wanted)
     return LoadedModel(
         config=config,
+        # What is loaded is let go of leaf by leaf: a device has no room for two copies of its stage.
         leaves=[
-            _leaf(variable, [arrays[part] for part in stored[name] if part in arrays], mesh, len(stored[name]))
+            _leaf(variable, [arrays.pop(part) for part in stored[name] if part in arrays], mesh, len(stored[name]))
             for name, variable in named.items()
         ],
         graphdef=graphdef,

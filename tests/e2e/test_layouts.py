@@ -228,12 +228,13 @@ def test_a_killed_worker_of_a_decode_instance_fails_its_rooms_and_no_others(flee
     at_rest(fleet.prefill["tp2"])
 
 
-def test_a_killed_worker_of_a_prefill_instance_fails_its_rooms_and_no_others(fleet: Fleet) -> None:
-    room = hold(fleet, "tp4", "tp2")
-    kill_worker(fleet.prefill["tp4"])
+@pytest.mark.parametrize("layout", ["tp4", "pp2 x tp2"])
+def test_a_killed_worker_of_a_prefill_instance_fails_its_rooms_and_no_others(fleet: Fleet, layout: str) -> None:
+    room = hold(fleet, layout, "tp2")
+    kill_worker(fleet.prefill[layout])
     killed = time.monotonic()
     wait_ended(room, 8.0)
     assert room.decode is not None and room.decode.told and "prefill instance" in room.decode.error, room
-    assert fleet.prefill["tp4"]._process.wait(8.0 - (time.monotonic() - killed)) != 0
+    assert fleet.prefill[layout]._process.wait(8.0 - (time.monotonic() - killed)) != 0
     assert is_right(fleet, fleet.room("tp1", "tp2"))
     at_rest(fleet.decode["tp2"])
