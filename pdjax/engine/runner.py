@@ -6,7 +6,7 @@ Steps are `jax.jit` over the model's flat weights with the pool donated; `warm_u
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -162,15 +162,20 @@ class Runner:
         if self.journal is not None:
             self.journal.ordered(order)
 
-    def warm_up(self, steps: Iterable[StepPlan]) -> None:
+    def warm_up(self, steps: Iterable[StepPlan], *, meet: Callable[[], None] = lambda: None) -> None:
         """Compile the programs of steps that write to page 0 only, and run them: on one process's CPU only the first of
         each kind, because a long prompt takes seconds there and a compiled program is ready without.
+
+        Of several processes each calls `meet` when it has compiled all, which is to return when all have.
         """
         self._write_slot_row(NO_SLOT, History([0], []), _IDLE.sampling)
         self._write_slot_masks({})
         alone = jax.process_count() == 1
-        running, ran = None, set()
-        for step in self._compiled(steps) if alone else steps:
+        running, ran, steps = None, set(), self._compiled(steps)
+        if not alone:
+            steps = list(steps)
+            meet()
+        for step in steps:
             if type(step) in ran and alone and jax.default_backend() == "cpu":
                 continue
             ran.add(type(step))
@@ -183,8 +188,7 @@ class Runner:
 
     def _compiled(self, steps: Iterable[StepPlan]) -> Iterator[StepPlan]:
         """The same steps, each when its program is there: it is compiled, or read from the cache, while the next one's
-        is traced. Not for several processes, where compiling may mean to wait for the others.
-        """
+        is traced."""
         waiting: tuple[StepPlan, Future[Any]] | None = None
         with ThreadPoolExecutor(1, "compile") as compiler:
             for step in steps:

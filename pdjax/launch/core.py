@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax._src import distributed
 from jax.sharding import Mesh
 
 from pdjax.cache.spec import StateSpec
@@ -31,6 +32,8 @@ from pdjax.net.world import World
 from pdjax.transfer.layout import Layout
 from pdjax.transfer.staging import Device
 from pdjax.wire import ToFrontend
+
+COMPILE_SECONDS = 900.0  # by which one process may have compiled its steps later than another
 
 
 @dataclass(frozen=True)
@@ -100,6 +103,18 @@ def start_jax(world: World, instance: Instance) -> None:
             heartbeat_timeout_seconds=10,
         )
     native.load(cache_root() / "native")
+
+
+def meet_compiled() -> None:
+    """Return when every process of this instance has come here. Gloo waits 30 s for all that take part in a group's
+    first collective, and compiling may keep one of them longer on a busy machine.
+
+    Raises:
+        jax.errors.JaxRuntimeError: some have not come in time; it names them.
+    """
+    client = distributed.global_state.client  # JAX shows it by no public name
+    if client is not None:
+        client.wait_at_barrier("pdjax compiled", timeout_in_ms=int(COMPILE_SECONDS * 1000))
 
 
 def make_engine(

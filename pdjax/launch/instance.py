@@ -95,7 +95,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
 
     from pdjax.engine.engine import Stop
     from pdjax.engine.unified import Unified
-    from pdjax.launch.core import load_core, make_engine, start_jax
+    from pdjax.launch.core import load_core, make_engine, meet_compiled, start_jax
     from pdjax.launch.leading import Leading
 
     leading = None
@@ -126,7 +126,8 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     info = dict(core.info)
     if config.engine.warmup:
         steps = core.warm_up_steps(role)
-        core.runner.warm_up(tqdm(steps, desc=f"pdjax {role}: compiling", unit="step", file=sys.stderr))
+        bar = tqdm(steps, desc=f"pdjax {role}: compiling", unit="step", file=sys.stderr)
+        core.runner.warm_up(bar, meet=meet_compiled)
         if pair is not None:
             pair.part.warm_up()
     if pair is not None and role == "prefill":

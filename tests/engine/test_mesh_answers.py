@@ -13,13 +13,13 @@ import pytest
 from mesh_answers import serve
 from small_engine import PAGE, POOL_PAGES, TinyModel
 
+SECONDS = 900  # on a machine that is busy with other things; alone a sixth of it
+pytestmark = pytest.mark.timeout(SECONDS)
+
 MESHES: dict[str, tuple[dict[str, int], list[int]]] = {  # TinyModel's arguments, and a device's shard of the pool
-    "dp2": ({"devices": 2, "dp": 2}, [2, POOL_PAGES, 4, 2, PAGE, 16]),
     "dp4": ({"devices": 4, "dp": 4}, [2, POOL_PAGES, 4, 2, PAGE, 16]),
-    "tp2 x dp2": ({"devices": 4, "dp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
     "cp2": ({"devices": 2, "cp": 2}, [2, POOL_PAGES, 4, 2, PAGE, 16]),
     "tp8": ({"devices": 8}, [2, POOL_PAGES, 1, 2, PAGE, 16]),
-    "tp2 x cp2": ({"devices": 4, "cp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
     "dp2 x cp2 x tp2": ({"devices": 8, "dp": 2, "cp": 2}, [2, POOL_PAGES, 2, 2, PAGE, 16]),
     # Three microchunks, which 52 tokens do not fill.
     "pp2 x tp2": ({"devices": 4, "pp": 2, "prefill_tokens": 52}, [1, POOL_PAGES, 2, 2, PAGE, 16]),
@@ -38,7 +38,7 @@ def meshes(tiny: TinyModel) -> dict[str, dict[str, Any]]:
     shapes = json.dumps([arguments for arguments, _ in MESHES.values()])
     command = [sys.executable, str(program), str(tiny.folder), shapes]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return dict(zip(MESHES, json.loads(ended.stdout), strict=True))
 
