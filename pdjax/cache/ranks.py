@@ -37,6 +37,7 @@ class RankedPages:
         self.ranks = [PrefixCache(each, page_size=page_size, enabled=enabled) for each in self.allocators]
         self.enabled = enabled
         self.rank_capacity = pages - 1  # pages that one request can have
+        self.ended = 0  # how often a request has given its pages back
         self._rows = rows
         self._rank_of: dict[str, int] = {}
 
@@ -114,6 +115,7 @@ class RankedPages:
         """A request gives its pages back, see `PrefixCache.end`. One that was given none is fine."""
         rank = self._rank_of.pop(owner, None)
         if rank is not None:
+            self.ended += 1
             self.ranks[rank].end(owner, token_ids, pages)
 
     def flush(self) -> int:

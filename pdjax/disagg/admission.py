@@ -22,6 +22,7 @@ class Admission:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.retraction = Retraction(engine, requeue=_computes_no_prompt)
+        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def poll(self) -> None:
         """See that those who decode can go on, and bring back who had to leave."""
@@ -36,9 +37,14 @@ class Admission:
         """
         engine, rank = self._engine, request.dp_rank
         if not engine.has_free_row():
-            return None  # asked before each step while one waits: nothing below is worth its time
+            return None
         if any(out.priority >= request.priority for out in self.retraction.out if out.dp_rank == rank):
             return None
+        # Asked before each step. Who decodes only needs more, until somebody's pages come back or a prompt is here.
+        asked = (request, engine.prefix.ended, len(engine.scheduler.running))
+        if asked == self._refused:
+            return None
+        self._refused = asked
         engine.publish_prompts()
         # It begins with one output token, so these are what it needs before it can be put out.
         held = engine.spec.pages(min(request.prompt_tokens + 2, request.max_tokens))

@@ -5,7 +5,9 @@ Ranks are counted by coordinate: one that registers again takes its own place.
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 
 import msgspec
 
@@ -94,6 +96,13 @@ def plan_of_room(spec: StateSpec, prefill: Layout, decode: Layout, room: int) ->
     Raises:
         LayoutError: it can't be moved between such layouts.
     """
+    # No more of a room's number matters than this: so the few plans of a pair are each worked out once.
+    period = math.lcm(prefill.dp, decode.dp, prefill.tp)
+    return _plan_of_rooms(spec, prefill, decode, room % period if period else 0)
+
+
+@functools.lru_cache(maxsize=1024)  # asked for with every piece
+def _plan_of_rooms(spec: StateSpec, prefill: Layout, decode: Layout, room: int) -> TransferPlan:
     for side in (prefill, decode):
         side.check(spec)
     return plan(
@@ -102,7 +111,7 @@ def plan_of_room(spec: StateSpec, prefill: Layout, decode: Layout, room: int) ->
         decode,
         source_dp_rank=follow_bootstrap_room(room, prefill),
         destination_dp_rank=follow_bootstrap_room(room, decode),
-        turn=room % prefill.tp,  # copies are at most as many, and divide it: few plans, each worked out once
+        turn=room,
     )
 
 

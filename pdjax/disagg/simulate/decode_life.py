@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import TYPE_CHECKING
 
 from pdjax.cache.ranks import RankedPages, RankGrant
@@ -164,8 +165,9 @@ class DecodeLife(Life):
                 raise Violation(f"{self.name} scatters {write.chunk} as {first_page}+{pages} of {rid}", room.number)
             parts.append((rank, plan.pages(chunk, transfer.piece.page_class)))
         for rank, part in parts:
-            for page in part:
-                self._content[rank][grant.pages[page]] = None if rank in lacking else landed[0].room.tokens[page]
+            mine = slice(part.start, part.stop, part.step)
+            held = repeat(None) if rank in lacking else landed[0].room.tokens[mine]
+            self._content[rank].update(zip(grant.pages[mine], held, strict=False))
 
     def drain(self, id: int) -> None:
         """See `DecodeHost`."""
