@@ -121,6 +121,11 @@ class Clients:
         self._used: list[Room] = []  # some, whose numbers are used again
         self.delay = 0.0  # by how much standing still and the like may have held answers up
 
+    @property
+    def waiting(self) -> int:
+        """Halves of requests that have not ended."""
+        return len(self._open)
+
     def draw_layout(self) -> Layout:
         """Of an instance that starts."""
         return self.random.choice(LAYOUTS) if self.several_ranks else ONE_RANK

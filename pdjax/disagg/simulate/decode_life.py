@@ -59,6 +59,11 @@ class DecodeLife(Life):
             if not decoding:
                 self.machine.cancel(rid, reason, self.now)
 
+    def jump(self, seconds: float) -> None:
+        """See `Life`."""
+        self.world.hasten(self, seconds)
+        super().jump(seconds)
+
     def link_up(self, end: End, hello: bytes) -> None:
         """Event."""
         self.machine.link_up(end.name, hello, self.now)

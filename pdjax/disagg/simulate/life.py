@@ -83,6 +83,11 @@ class Life:
         """By its own clock."""
         return self.world.now + self.offset
 
+    @property
+    def at_rest(self) -> bool:
+        """Whether it is there, and nothing is out of its place."""
+        return self.alive and not self.stopped and not any(self.slots.out)
+
     def stand_still(self, seconds: float) -> None:
         """As after SIGSTOP, for so long."""
         if self.alive and not self.stopped:

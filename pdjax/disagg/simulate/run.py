@@ -13,6 +13,7 @@ from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
 from pdjax.disagg.simulate.world import Link, World
 
 CHECK_EVERY = 1.0  # seconds between looks at the requests' bounds
+LAST_FAULTS = 2.0  # seconds in which those that have begun show
 SETTLE = 75.0  # seconds after the last fault in which everything has ended
 
 
@@ -87,13 +88,22 @@ class _Play:
                 world.after(self.random.random() * span, self._fault)
         self._run_checked(span)
         self._make_peace()
-        self._run_checked(world.now + SETTLE + clients.delay)
+        self._settle(world.now + SETTLE + clients.delay)
         self._probe()
         self._run_checked(world.now + 10.0)
         clients.check_all_ended()
         if settings.spares and clients.lost:
             raise Violation(f"{clients.lost} requests were lost, and only one prefill instance was touched")
         self._check_home()
+
+    def _settle(self, until: float) -> None:
+        """Run until all is at rest, or should be: what is out of its place by then is found at the end."""
+        self._run_checked(self.world.now + LAST_FAULTS)
+        lives = (self.clients.prefills, self.clients.decodes)
+        while self.world.now < until:
+            if not self.clients.waiting and all(life.at_rest for side in lives for life in side):
+                return
+            self._run_checked(min(self.world.now + CHECK_EVERY, until))
 
     def _run_checked(self, until: float) -> None:
         while self.world.now < until:

@@ -9,6 +9,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pdjax.disagg.protocol.messages import ChunkNotice
+from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.settings import TIMEOUTS
 
@@ -79,6 +80,10 @@ class Write:
         self.lands_at = 0.0
 
 
+def _stop() -> None:
+    """The end of a run."""
+
+
 class World:
     """Runs events in order of time. `log`, if given, takes (time, who, what) of everything that happens."""
 
@@ -91,7 +96,7 @@ class World:
         self.truncate = 0.0  # how likely a frame is to be cut or scrambled, now
         self.damage = 0.0  # how likely a chunk is to be damaged, now
         self.refuse = 0.0  # how likely a write is to fail, now
-        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._heap: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._links = 0
         self._orphans: dict[DecodeLife, list[Write]] = {}  # writes that nobody reports on any more
@@ -108,11 +113,11 @@ class World:
 
     def run(self, until: float) -> None:
         """Let everything happen that is due by then."""
-        heap = self._heap
-        while heap and heap[0][0] <= until:
+        heap, call = self._heap, None
+        heappush(heap, (until, NEVER, _stop, ()))  # after all that is due then
+        while call is not _stop:
             self.now, _, call, arguments = heappop(heap)
             call(*arguments)
-        self.now = max(self.now, until)
 
     def tell(self, who: str, what: str) -> None:
         """For the log. Where it is asked often, ask `log` first: the sentence costs more than the rest."""
@@ -278,6 +283,14 @@ class World:
         write.lands_at = write.posted_at + self.draw() * 0.5
         self.after(write.lands_at - self.now, self._land, write, write.lands_at)
         self._orphans.setdefault(write.link.decode.life, []).append(write)
+
+    def hasten(self, decode: DecodeLife, seconds: float) -> None:
+        """To a decode instance, so much time has passed at once: what was to be sent to it meanwhile has been."""
+        for write in self._orphans.get(decode, ()):
+            if write.posted_at > self.now:
+                write.posted_at = max(self.now, write.posted_at - seconds)
+                write.lands_at = write.posted_at + self.draw() * 0.5
+                self.after(write.lands_at - self.now, self._land, write, write.lands_at)
 
     def drain(self, decode: DecodeLife, id: int) -> None:
         """Tell when all has landed that was sent by now and that nobody reports on any more."""
