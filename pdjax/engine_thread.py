@@ -106,11 +106,12 @@ class EngineThread:
         finally:
             self._started.set()
 
-    def _emit(self, message: ToFrontend) -> None:
-        if isinstance(message, Tokens | Failed):
-            replies = self._replies.get(message.rid)
-            if replies is not None:
-                replies.put(message)
+    def _emit(self, *messages: ToFrontend) -> None:
+        for message in messages:
+            if isinstance(message, Tokens | Failed):
+                replies = self._replies.get(message.rid)
+                if replies is not None:
+                    replies.put(message)
 
 
 def _prepare_jax(config: Config) -> None:

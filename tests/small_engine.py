@@ -81,7 +81,7 @@ class SmallEngine:
             pages=pages,
             limits=Limits(tiny.max_context, tiny.rows, queued),
             eos_token_ids=(EOS,),
-            emit=self.emitted.append,
+            emit=lambda *messages: self.emitted.extend(messages),
             make_role=Unified,
             **more,
         )

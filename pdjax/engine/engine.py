@@ -11,6 +11,7 @@ import queue
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from pdjax.cache.ranks import RankedPages
 from pdjax.cache.spec import StateSpec
@@ -25,9 +26,17 @@ from pdjax.engine.roles import Role
 from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
 from pdjax.engine.trace import Trace
-from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Query, Spans, Stats, ToFrontend, TraceQuery
+from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Query, Spans, Stats, ToFrontend, Tokens, TraceQuery
 
 IDLE_WAKE = 5.0  # seconds: how often an idle engine looks at its clock
+
+
+class Emit(Protocol):
+    """Takes messages for the frontend, in order."""
+
+    def __call__(self, *messages: ToFrontend) -> None:
+        """Together, because each call may cost a system call."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -46,7 +55,7 @@ class Engine:
         pages: of the pool, for each dp rank.
         limits: admission bounds.
         eos_token_ids: tokens that end a request.
-        emit: takes a message for the frontend; must not block.
+        emit: takes messages for the frontend; must not block.
         make_role: makes the role, which keeps this engine.
         prefix_cache: whether pages of ended requests are kept for others; see `pdjax.cache.prefix`.
         grammars: compiles grammars, posting to the inbox; None: requests with a grammar are refused.
@@ -63,7 +72,7 @@ class Engine:
         pages: int,
         limits: Limits,
         eos_token_ids: tuple[int, ...],
-        emit: Callable[[ToFrontend], None],
+        emit: Emit,
         make_role: Callable[[Engine], Role],
         prefix_cache: bool = True,
         grammars: Grammars | None = None,
@@ -161,16 +170,13 @@ class Engine:
         request.timeline["first_token_s"] = now - request.arrived
         self.trace.request("first token", request, request.arrived, now)
         self.scheduler.add_running(request)
-        self._append(request, token)
+        frame = self._append(request, token)
+        if frame is not None:
+            self.emit(frame)
 
     def finish(self, request: Request, finish: Finish, token: OutputToken) -> None:
         """End a request with its last token."""
-        now = self.clock()
-        request.timeline["total_s"] = now - request.arrived
-        self.trace.finished(request, now)
-        self._counters["finished_requests"] += 1
-        self.lengths.add(len(request.output_ids))
-        self._forget(request)
+        self._end(request)
         self.emit(tokens_frame(request, token, finish))
 
     def begin_prompt(self, request: Request, *, spare: int = 0, rank: int | None = None) -> bool:
@@ -410,23 +416,36 @@ class Engine:
             if flight.ends_prompt:
                 self.role.prompt_done(request, step, tokens[0])
             return
+        frames: list[Tokens] = []
         for request, token in zip(flight.requests, tokens, strict=True):
             request.pending -= 1
             if self.requests.get(request.rid) is request:
-                self._append(request, token)
+                frame = self._append(request, token)
+                if frame is not None:
+                    frames.append(frame)
+        self.emit(*frames)
 
-    def _append(self, request: Request, token: OutputToken) -> None:
+    def _append(self, request: Request, token: OutputToken) -> Tokens | None:
+        """Take a token in: what to tell of it, or None if the request has failed by it."""
         request.output_ids.append(token.id)
         self._counters["generated_tokens"] += 1
         finish = finish_of(request, self._eos_token_ids)
         if finish is None and not self._follow(request, token.id):
-            return
+            return None
         if finish is None and request.matcher is not None and request.matcher.complete:
             finish = Finish("stop")
-        if finish is None:
-            self.emit(tokens_frame(request, token))
-        else:
-            self.finish(request, finish, token)
+        if finish is not None:
+            self._end(request)
+        return tokens_frame(request, token, finish)
+
+    def _end(self, request: Request) -> None:
+        """A request has its last token."""
+        now = self.clock()
+        request.timeline["total_s"] = now - request.arrived
+        self.trace.finished(request, now)
+        self._counters["finished_requests"] += 1
+        self.lengths.add(len(request.output_ids))
+        self._forget(request)
 
     def _forget(self, request: Request) -> None:
         self.requests.pop(request.rid, None)

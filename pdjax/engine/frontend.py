@@ -65,12 +65,12 @@ class Frontend:
             raise TimeoutError(f"the frontend process did not connect within {timeout:g} s")
         self.send(Ready(info))
 
-    def send(self, message: ToFrontend) -> None:
-        """Send one message. One that can no longer be delivered is dropped: the frontend is gone, `on_end` says so."""
-        if self._socket is None:
+    def send(self, *messages: ToFrontend) -> None:
+        """Send messages. What can no longer be delivered is dropped: the frontend is gone, `on_end` says so."""
+        if self._socket is None or not messages:
             return
         with self._sending, contextlib.suppress(OSError):
-            self._socket.sendall(encode(message))
+            self._socket.sendall(b"".join(map(encode, messages)))
 
     def stop(self, timeout: float = 5.0) -> None:
         """End the frontend process: by asking, then by force."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pdjax.engine.grammar import Matcher
 from pdjax.wire import NO_PARTNER, Generate, Rendezvous, SamplingParams
@@ -12,13 +14,12 @@ from pdjax.wire import NO_PARTNER, Generate, Rendezvous, SamplingParams
 Top = list[tuple[int, float]]  # tokens and their log-probabilities, best first
 
 
-@dataclass(frozen=True)
-class OutputToken:
+class OutputToken(NamedTuple):
     """A picked token with its log-probability, and the best tokens in its place, as many as were asked for."""
 
     id: int
     logprob: float
-    top: Top = field(default_factory=list)
+    top: Sequence[tuple[int, float]] = ()
 
 
 @dataclass
@@ -48,6 +49,10 @@ class Request:
     mask: bytes = b""  # the tokens that the grammar allows next
     arrived: float = field(default_factory=time.monotonic)
     timeline: dict[str, float] = field(default_factory=dict)
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.input_ids)
 
     @classmethod
     def from_wire(cls, message: Generate) -> Request:
@@ -67,11 +72,6 @@ class Request:
             top_logprobs=message.top_logprobs,
             wants_prompt_logprobs=message.prompt_logprobs,
         )
-
-    @property
-    def prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.input_ids)
 
     @property
     def alone(self) -> bool:

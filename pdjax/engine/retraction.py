@@ -35,6 +35,7 @@ class Retraction:
     def __init__(self, engine: Engine, requeue: Callable[[Request], None]) -> None:
         self._engine = engine
         self._requeue = requeue
+        self._page_size = engine.spec.page_size
         self._out: dict[str, _Out] = {}
         self._host = HostPages(engine.runner)
         self._counters = dict.fromkeys(("retractions", "resumed_requests"), 0)
@@ -48,7 +49,7 @@ class Retraction:
         """Give every request that decodes the pages that its next steps write to, the strongest first."""
         engine, running = self._engine, self._engine.scheduler.running
         # Looked up anew each time: a step that is settled may end requests, and its prompt may begin to decode.
-        while short := [request for request in running.values() if self._missing(request) > 0]:
+        while short := [request for request in running.values() if self._is_short(request)]:
             request = max(short, key=standing)
             pages = engine.prefix.grow(request.rid, self._missing(request))
             if pages is not None:
@@ -103,6 +104,11 @@ class Retraction:
         strangers = [rid for rid in self._out if rid not in self._engine.requests]
         if strangers:
             raise AssertionError(f"in host memory, and not live: {strangers}")
+
+    def _is_short(self, request: Request) -> bool:
+        """Whether pages are missing. Asked of every request at every step, so the usual answer comes cheap."""
+        has = len(request.pages) * self._page_size
+        return has < request.next_position + 2 and self._missing(request) > 0
 
     def _missing(self, request: Request) -> int:
         return self.pages_needed(request) - len(request.pages)

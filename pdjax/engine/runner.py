@@ -23,7 +23,8 @@ from pdjax.engine.buckets import Buckets, pick
 from pdjax.engine.plan import NO_SLOT, DecodeStep, History, PrefillStep, Row, StepPlan
 from pdjax.engine.prompt_logprobs import PromptLogprobs
 from pdjax.engine.request import Top
-from pdjax.engine.sampling import Picked, sampling_rows
+from pdjax.engine.rows import Packer
+from pdjax.engine.sampling import Picked
 from pdjax.engine.steps import Steps
 from pdjax.layers.attention_backend import AUTO, AttentionBackend
 from pdjax.layers.sharding import DATA_AXIS
@@ -67,7 +68,7 @@ class RunningStep:
         self,
         step: StepPlan,
         places: list[int],  # of the step's rows in the batch
-        picked: Picked,
+        picked: jax.Array,  # see `Picked.packed`
         prompt: PromptLogprobs | None,
         journal: Journal | None = None,
     ) -> None:
@@ -77,9 +78,7 @@ class RunningStep:
         self._targets = len(step.targets) if isinstance(step, PrefillStep) else 0
         self._picked = picked
         self._prompt = prompt
-        wanted: list[jax.Array] = [picked.tokens, picked.logprobs]
-        if any(row.top for row in self._rows):
-            wanted += [picked.top_ids, picked.top_logprobs]
+        wanted = [picked]
         if prompt is not None and self._targets:
             wanted += prompt
         if jax.default_backend() != "cpu":  # there it copies nothing, and takes 45 us an array
@@ -91,13 +90,14 @@ class RunningStep:
         places = self._places
         tops = [row.top for row in self._rows]
         prompt, told = self._prompt, self._targets
-        token_ids = np.asarray(self._picked.tokens)[places].tolist()
+        picked = Picked.unpacked(np.asarray(self._picked))
+        token_ids = picked.tokens[places].tolist()
         if self._journal is not None:
             self._journal.picked(token_ids)
         return StepResult(
             token_ids=token_ids,
-            logprobs=np.asarray(self._picked.logprobs)[places].tolist(),
-            top=_tops(self._picked.top_ids, self._picked.top_logprobs, places, tops),
+            logprobs=picked.logprobs[places].tolist(),
+            top=_tops(picked.top_ids, picked.top_logprobs, places, tops),
             prompt_logprobs=[] if prompt is None or not told else np.asarray(prompt.logprobs)[:told].tolist(),
             prompt_top=[]
             if prompt is None or not told
@@ -130,6 +130,7 @@ class Runner:
         self.journal: Journal | None = None
         self._leaves = model.leaves
         self._addresses = pool_addresses(self.pool)
+        self._first_rows, self._decode_rows = Packer(buckets.width), Packer(buckets.width)
         self._slots = self.dp * buckets.decode_rows[-1]
         pool, replicated = self.pool.sharding, NamedSharding(mesh, PartitionSpec())
         empty = jax.jit(slots.empty, static_argnums=(0, 1), out_shardings=replicated)
@@ -232,9 +233,8 @@ class Runner:
     def _dispatch_prefill(self, step: PrefillStep) -> RunningStep:
         program, arguments, places = self._call(step)
         self.pool, logits, told = program(*arguments)
-        position = np.array([step.start + len(step.token_ids)], np.int32)
-        rows = sampling_rows([step.row], 1, places)
-        picked = self._first_token(logits, position, self._progress, self._tables, rows)
+        rows = self._first_rows.pack([step.row], 1, places, token_ids=[0], positions=[step.end])
+        picked = self._first_token(logits, self._progress, self._tables, rows)
         return RunningStep(step, places, picked, told, self.journal)
 
     def _dispatch_decode(self, step: DecodeStep) -> RunningStep:
@@ -252,15 +252,14 @@ class Runner:
             targets[: len(step.targets)] = step.targets
             chunk = (token_ids, targets, np.int32(step.start), np.int32(count), np.int32(step.row.dp_rank))
             wants = np.bool_(bool(step.targets)), np.bool_(bool(step.row.top))
-            table = self._page_table([step.row], 1, [0])
+            table = np.zeros((1, self.buckets.width), np.int32)
+            table[0, : len(step.row.pages)] = step.row.pages
             return self._prefill, (self._leaves, self.pool, *chunk, *wants, table), [0]
         rows, places = self._spread(step.rows)
-        token_ids, positions = np.zeros((rows, 1), np.int32), np.zeros((rows, 1), np.int32)
-        token_ids[places, 0] = step.token_ids
-        positions[places, 0] = step.positions
-        state = (self._leaves, self.pool, self._progress, self._tables)
-        paged = (token_ids, positions, self._page_table(step.rows, rows, places))
-        return self._decode, (*state, *paged, sampling_rows(step.rows, rows, places)), places
+        packed = self._decode_rows.pack(
+            step.rows, rows, places, token_ids=step.token_ids, positions=step.positions
+        )  # fmt: skip
+        return self._decode, (self._leaves, self.pool, self._progress, self._tables, packed), places
 
     def _spread(self, rows: list[Row]) -> tuple[int, list[int]]:
         """Rows of a padded decode batch, equally many of each dp rank in turn, and which of them these take."""
@@ -290,19 +289,14 @@ class Runner:
         places, words = slots.mask_rows(masks, self._slots, self.vocab)
         self._tables = self._tables._replace(masks=self._write_masks(self._tables.masks, places, words))
 
-    def _page_table(self, rows: list[Row], padded_rows: int, places: list[int]) -> np.ndarray:
-        """int32 [padded_rows, width], 0 past each row's pages and in all but its places."""
-        table = np.zeros((padded_rows, self.buckets.width), np.int32)
-        for place, row in zip(places, rows, strict=True):
-            table[place, : len(row.pages)] = row.pages
-        return table
-
 
 # Computes on page 0 only.
 _IDLE = Row(rid="", pages=[], sampling=SamplingParams(temperature=0.0), seed=0)
 
 
-def _tops(ids: jax.Array, logprobs: jax.Array, places: list[int], counts: list[int]) -> list[Top]:
+def _tops(
+    ids: jax.Array | np.ndarray, logprobs: jax.Array | np.ndarray, places: list[int], counts: list[int]
+) -> list[Top]:
     """The best tokens of the rows in `places`, as many as each asks for."""
     if not any(counts):
         return [[] for _ in counts]

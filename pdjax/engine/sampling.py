@@ -16,98 +16,36 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pdjax.engine.plan import Row
-from pdjax.engine.slots import MAX_BIAS, NO_TOKEN, OUTPUT, Progress, Tables
+from pdjax.engine.rows import BANNED, BIASED, MASKED, MAX_BANNED, PENALIZED, TOP, StepRows
+from pdjax.engine.slots import MAX_BIAS, OUTPUT, Progress, Tables
 from pdjax.layers.sharding import constrain
 from pdjax.wire import SamplingParams
 
-MAX_BANNED = 64  # tokens that a row may exclude before `min_new_tokens`
 MAX_TOP = 20  # best tokens that can be told at a position
 DRAW_BLOCK = 128  # tokens; a power of two
 SORTED_FEW = 64  # a top_k up to this is found by sorting
-
-PENALIZED, BIASED, BANNED, MASKED, TOP = 1, 2, 4, 8, 16  # what a row asks for
-
-
-class SamplingRows(NamedTuple):
-    """Sampling parameters of a batch: one entry a row, in few arrays because each costs microseconds a step.
-
-    Attributes: floats float32 [batch, 6]; ints int32 [batch, 4]; banned int32 [batch, MAX_BANNED], padded with
-    `NO_TOKEN`. The columns are read through the properties, [batch] each.
-    """
-
-    floats: jax.Array | np.ndarray
-    ints: jax.Array | np.ndarray
-    banned: jax.Array | np.ndarray
-
-    @property
-    def temperature(self) -> jax.Array:
-        """0 is greedy."""
-        return jnp.asarray(self.floats)[:, 0]
-
-    @property
-    def top_p(self) -> jax.Array:
-        """1 is off."""
-        return jnp.asarray(self.floats)[:, 1]
-
-    @property
-    def min_p(self) -> jax.Array:
-        """0 is off."""
-        return jnp.asarray(self.floats)[:, 2]
-
-    @property
-    def repetition(self) -> jax.Array:
-        """1 is off."""
-        return jnp.asarray(self.floats)[:, 3]
-
-    @property
-    def presence(self) -> jax.Array:
-        """0 is off."""
-        return jnp.asarray(self.floats)[:, 4]
-
-    @property
-    def frequency(self) -> jax.Array:
-        """0 is off."""
-        return jnp.asarray(self.floats)[:, 5]
-
-    @property
-    def slots(self) -> jax.Array:
-        """The rows' slots; `NO_SLOT` for padding."""
-        return jnp.asarray(self.ints)[:, 0]
-
-    @property
-    def flags(self) -> jax.Array:
-        """What the rows ask for: PENALIZED, BIASED, BANNED, MASKED, TOP."""
-        return jnp.asarray(self.ints)[:, 1]
-
-    @property
-    def top_k(self) -> jax.Array:
-        """0 is off."""
-        return jnp.asarray(self.ints)[:, 2]
-
-    @property
-    def seeds(self) -> jax.Array:
-        """uint32."""
-        return lax.bitcast_convert_type(jnp.asarray(self.ints)[:, 3], jnp.uint32)
-
-    def any(self, flag: int) -> jax.Array:
-        """Whether a row asks for (one of) `flag`."""
-        return jnp.any(self.flags & flag != 0)
-
-    def only(self, flag: int, indices: jax.Array) -> jax.Array:
-        """int32 indices [batch, ...], `NO_TOKEN` in the rows that do not ask for `flag`."""
-        asked = (self.flags & flag != 0).reshape(-1, *[1] * (indices.ndim - 1))
-        return jnp.where(asked, indices, NO_TOKEN)
 
 
 class Picked(NamedTuple):
     """Attributes: tokens int32 [batch]; logprobs float32 [batch]; top_ids int32 and top_logprobs float32
     [batch, MAX_TOP], best first, zeros if no row asks for them."""  # fmt: skip
 
-    tokens: jax.Array
-    logprobs: jax.Array
-    top_ids: jax.Array
-    top_logprobs: jax.Array
+    tokens: jax.Array | np.ndarray
+    logprobs: jax.Array | np.ndarray
+    top_ids: jax.Array | np.ndarray
+    top_logprobs: jax.Array | np.ndarray
+
+    def packed(self) -> jax.Array:
+        """Traced: int32 [batch, 2 + 2 * best], floats as their bits: what comes to the host in one array."""
+        words = [jnp.asarray(each if each.ndim > 1 else each[:, None]) for each in self]
+        return jnp.concatenate([lax.bitcast_convert_type(each, jnp.int32) for each in words], axis=1)
+
+    @classmethod
+    def unpacked(cls, packed: np.ndarray) -> Picked:
+        """Views of what `packed` has made."""
+        best = packed.shape[1] // 2 - 1
+        floats = packed.view(np.float32)
+        return cls(packed[:, 0], floats[:, 1], packed[:, 2 : 2 + best], floats[:, 2 + best :])
 
 
 def problem(sampling: SamplingParams, *, top: int, vocab: int) -> str | None:
@@ -129,34 +67,8 @@ def problem(sampling: SamplingParams, *, top: int, vocab: int) -> str | None:
     return None
 
 
-def uses_slot(sampling: SamplingParams) -> bool:
-    """Whether a request's slot must be written before it can be sampled."""
-    return bool(_history_flags(sampling))
-
-
-def sampling_rows(requests: list[Row], rows: int, places: list[int]) -> SamplingRows:
-    """Pack parameters into arrays of `rows` rows, each request's at its place; the other rows are greedy."""
-    floats, ints = np.zeros((rows, 6), np.float32), np.zeros((rows, 4), np.int32)
-    floats[:] = (0, 1, 0, 1, 0, 0)
-    ints[:, 0] = NO_TOKEN
-    banned = np.full((rows, MAX_BANNED), NO_TOKEN, np.int32)
-    seeds = ints[:, 3].view(np.uint32)
-    for index, row in zip(places, requests, strict=True):
-        param = row.sampling
-        flags = _history_flags(param)
-        if row.banned:
-            flags |= BANNED
-            banned[index, : len(row.banned)] = row.banned
-        flags |= (MASKED if row.mask else 0) | (TOP if row.top else 0)
-        floats[index] = (param.temperature, param.top_p, param.min_p, param.repetition_penalty,
-                         param.presence_penalty, param.frequency_penalty)  # fmt: skip
-        ints[index, :3] = (row.slot, flags, param.top_k)
-        seeds[index] = row.seed & 0xFFFFFFFF
-    return SamplingRows(floats, ints, banned)
-
-
 def sample(
-    logits: jax.Array, rows: SamplingRows, positions: jax.Array, progress: Progress, tables: Tables
+    logits: jax.Array, rows: StepRows, positions: jax.Array, progress: Progress, tables: Tables
 ) -> Picked:  # fmt: skip
     """Pick one token a row.
 
@@ -195,12 +107,7 @@ def best_tokens(logits: jax.Array, normalizer: jax.Array, wanted: jax.Array) -> 
     return lax.cond(wanted, find, lambda: (jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)))
 
 
-def _history_flags(sampling: SamplingParams) -> int:
-    neutral = sampling.repetition_penalty == 1 and not sampling.presence_penalty and not sampling.frequency_penalty
-    return (0 if neutral else PENALIZED) | (BIASED if sampling.logit_bias else 0)
-
-
-def _adjust(logits: jax.Array, rows: SamplingRows, progress: Progress, tables: Tables) -> jax.Array:
+def _adjust(logits: jax.Array, rows: StepRows, progress: Progress, tables: Tables) -> jax.Array:
     """Apply what rows ask for. The values of a row that does not ask stay as they are, bit for bit."""
     every = jnp.arange(logits.shape[0])[:, None]
     steps = (
@@ -211,7 +118,7 @@ def _adjust(logits: jax.Array, rows: SamplingRows, progress: Progress, tables: T
                 tables.bias_values.at[rows.slots].get(mode="clip"), mode="drop"
             ),
         ),
-        (BANNED, lambda logits: logits.at[every, jnp.asarray(rows.banned)].set(-jnp.inf, mode="drop")),
+        (BANNED, lambda logits: logits.at[every, rows.banned].set(-jnp.inf, mode="drop")),
         (MASKED, lambda logits: _mask(logits, rows, tables.masks.at[rows.slots].get(mode="clip"))),
     )
     for flag, apply in steps:
@@ -219,7 +126,7 @@ def _adjust(logits: jax.Array, rows: SamplingRows, progress: Progress, tables: T
     return logits
 
 
-def _penalize(logits: jax.Array, rows: SamplingRows, seen: jax.Array) -> jax.Array:
+def _penalize(logits: jax.Array, rows: StepRows, seen: jax.Array) -> jax.Array:
     """Repetition over prompt and output, as in CTRL (Keskar et al. 2019); presence and frequency over the output."""
     factor, presence, frequency = (each[:, None] for each in (rows.repetition, rows.presence, rows.frequency))
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)
@@ -229,13 +136,13 @@ def _penalize(logits: jax.Array, rows: SamplingRows, seen: jax.Array) -> jax.Arr
     return logits - frequency * counts - presence * (counts > 0)
 
 
-def _mask(logits: jax.Array, rows: SamplingRows, words: jax.Array) -> jax.Array:
+def _mask(logits: jax.Array, rows: StepRows, words: jax.Array) -> jax.Array:
     bits = (words[:, :, None] >> jnp.arange(32)) & 1  # [batch, words, 32]
     allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] != 0
     return jnp.where(allowed | (rows.flags & MASKED == 0)[:, None], logits, -jnp.inf)
 
 
-def _draw(logits: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
+def _draw(logits: jax.Array, rows: StepRows, positions: jax.Array) -> jax.Array:
     temperature = jnp.maximum(rows.temperature, 1e-6)[:, None]
     scaled = logits / temperature
     filtered = lax.cond(
@@ -278,7 +185,7 @@ def _pick_weighted(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     return jnp.where(jnp.any(reached, axis=-1), jnp.argmax(reached, axis=-1), jnp.argmax(weights, axis=-1))
 
 
-def _filter(scaled: jax.Array, rows: SamplingRows) -> jax.Array:
+def _filter(scaled: jax.Array, rows: StepRows) -> jax.Array:
     """Cut what top_k, top_p and min_p exclude, in that order, to -inf.
 
     Thresholds are found by bisection, because sorting a vocabulary a row costs milliseconds on CPU and one bisection

@@ -13,7 +13,7 @@ from collections import deque
 
 from pdjax.engine.plan import ON_DEVICE, DecodeStep, History, PrefillStep, Row, StepPlan
 from pdjax.engine.request import Request, banned_tokens
-from pdjax.engine.sampling import uses_slot
+from pdjax.engine.rows import uses_slot
 
 
 class Scheduler:
@@ -27,6 +27,7 @@ class Scheduler:
         self._slots: dict[str, int] = {}  # by request id
         self._free_slots: list[int] = []  # a heap of those below the most that were in use together
         self._written: set[str] = set()  # requests whose slots hold their history
+        self._rows: dict[str, Row] = {}  # each request's latest, for as long as it holds
         self._budget = prefill_tokens  # prompt tokens that may be computed before the next decode step
 
     @property
@@ -51,6 +52,7 @@ class Scheduler:
         """Forget a request; an unknown one is fine."""
         self.running.pop(rid, None)
         self._written.discard(rid)
+        self._rows.pop(rid, None)
         if rid in self._slots:
             heapq.heappush(self._free_slots, self._slots.pop(rid))
         self.prefilling = deque(request for request in self.prefilling if request.rid != rid)
@@ -99,23 +101,30 @@ class Scheduler:
         )
 
     def _row(self, request: Request, *, picks: bool) -> Row:
-        """A row of a step that will be run. `picks`: whether the token that it picks for this row is used."""
+        """A row of a step that will be run: the same object as long as it says the same.
+
+        `picks`: whether the token that it picks for this row is used.
+        """
         history = None
         if picks and uses_slot(request.sampling) and request.rid not in self._written:
             self._written.add(request.rid)
             history = History(request.input_ids, request.output_ids[:-1])
-        return Row(
-            rid=request.rid,
-            pages=request.pages,
-            sampling=request.sampling,
-            seed=request.seed,
-            banned=banned_tokens(request, self._eos_token_ids),
-            slot=self._slot(request.rid),
-            history=history,
-            mask=request.mask if picks else b"",
-            top=request.top_logprobs,
-            dp_rank=request.dp_rank,
-        )
+        banned, mask = banned_tokens(request, self._eos_token_ids), request.mask if picks else b""
+        row = self._rows.get(request.rid)
+        if row is None or history or row.history or (row.pages, row.banned, row.mask) != (request.pages, banned, mask):
+            row = self._rows[request.rid] = Row(
+                rid=request.rid,
+                pages=request.pages,
+                sampling=request.sampling,
+                seed=request.seed,
+                banned=banned,
+                slot=self._slot(request.rid),
+                history=history,
+                mask=mask,
+                top=request.top_logprobs,
+                dp_rank=request.dp_rank,
+            )
+        return row
 
     def _slot(self, rid: str) -> int:
         """A request's slot, from its first step until it is removed. Slots are as few as requests with pages."""

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 
 from pdjax.engine.plan import ON_DEVICE
 from pdjax.engine.prompt_logprobs import PromptLogprobs, prompt_logprobs
-from pdjax.engine.sampling import PENALIZED, Picked, SamplingRows, sample
+from pdjax.engine.rows import PENALIZED, StepRows
+from pdjax.engine.sampling import sample
 from pdjax.engine.slots import OUTPUT, Progress, Tables
 from pdjax.layers.attention import PagedBatch, attend_decode_parts, attend_prefill_parts
 from pdjax.layers.attention_backend import AttentionBackend
@@ -80,14 +81,13 @@ class Steps:
     def first_token(
         self,
         logits: jax.Array,  # [1, vocab]
-        positions: jax.Array,  # [1], the token's own
         progress: Progress,
         tables: Tables,
-        sampling: SamplingRows,
-    ) -> Picked:
-        """The token after a prompt. A program of its own, since it is the same for every length of chunk."""
+        rows: StepRows,  # positions: the picked token's own
+    ) -> jax.Array:
+        """The token after a prompt, see `Picked.packed`. A program of its own: the same for every length of chunk."""
         with jax.named_scope("sample"):
-            return sample(logits, sampling, positions, progress, tables)
+            return sample(logits, rows, rows.positions, progress, tables).packed()
 
     @_in_context
     def decode(
@@ -96,29 +96,26 @@ class Steps:
         pool: jax.Array,
         progress: Progress,
         tables: Tables,
-        token_ids: jax.Array,  # [B, 1], each may be `ON_DEVICE`
-        positions: jax.Array,  # [B, 1]
-        page_table: jax.Array,  # [B, W]
-        sampling: SamplingRows,
-    ) -> tuple[jax.Array, Progress, Picked]:
+        rows: StepRows,
+    ) -> tuple[jax.Array, Progress, jax.Array]:
         """One token of each row, equally many rows of each dp rank in turn; returns the pool, the slots moved on, and
         the next tokens."""
-        last = progress.last.at[sampling.slots].get(mode="clip")[:, None]
-        token_ids = jnp.where(token_ids == ON_DEVICE, last, token_ids)
+        last = progress.last.at[rows.slots].get(mode="clip")
+        token_ids = jnp.where(rows.token_ids == ON_DEVICE, last, rows.token_ids)
         # The token that is computed on is counted here, so that a request can begin in the middle of its life.
-        counted = sampling.only(PENALIZED, sampling.slots)
-        seen = progress.seen.at[counted, token_ids[:, 0]].add(OUTPUT, mode="drop")
+        counted = rows.only(PENALIZED, rows.slots)
+        seen = progress.seen.at[counted, token_ids].add(OUTPUT, mode="drop")
         progress = progress._replace(seen=seen)
         # Each dp rank has its rows of what follows, but every device picks all tokens.
-        token_ids, positions = constrain(token_ids, None, None), constrain(positions, None, None)
-        batch = PagedBatch(page_table, positions, jnp.ones_like(positions, bool))
+        token_ids, positions = (constrain(each[:, None], None, None) for each in (token_ids, rows.positions))
+        batch = PagedBatch(constrain(rows.page_table, None, None), positions, jnp.ones_like(positions, bool))
         module = self._model.merge(leaves)
         on_device = Attention(self._attention.write, self._attention.decode, attend_decode_parts)
         hidden, pool = self._run(module, token_ids, batch, pool, on_device)
         with jax.named_scope("sample"):
-            picked = sample(module.logits(hidden[:, 0]), sampling, positions[:, 0] + 1, progress, tables)
-        progress = progress._replace(last=progress.last.at[sampling.slots].set(picked.tokens, mode="drop"))
-        return pool, progress, picked
+            picked = sample(module.logits(hidden[:, 0]), rows, rows.positions + 1, progress, tables)
+        progress = progress._replace(last=progress.last.at[rows.slots].set(picked.tokens, mode="drop"))
+        return pool, progress, picked.packed()
 
     def _run(
         self,

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from pdjax.cache.spec import StateSpec
 from pdjax.config import Config, ConfigError, Instance
 from pdjax.engine.buckets import Buckets, make_buckets
-from pdjax.engine.engine import Engine, Limits
+from pdjax.engine.engine import Emit, Engine, Limits
 from pdjax.engine.grammar import Grammars
 from pdjax.engine.plan import StepPlan
 from pdjax.engine.roles import Role
@@ -31,7 +31,6 @@ from pdjax.models.folder import read_config
 from pdjax.net.world import World
 from pdjax.transfer.layout import Layout
 from pdjax.transfer.staging import Device
-from pdjax.wire import ToFrontend
 
 COMPILE_SECONDS = 900.0  # by which one process may have compiled its steps later than another
 
@@ -123,7 +122,7 @@ def make_engine(
     core: Core,
     *,
     inbox: queue.SimpleQueue[object],
-    emit: Callable[[ToFrontend], None],
+    emit: Emit,
     make_role: Callable[[Engine], Role],
 ) -> Engine:
     """The engine over a core, for whoever feeds its inbox and takes what it emits."""

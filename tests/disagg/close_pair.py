@@ -157,7 +157,7 @@ class ClosePair:
                 pages=pages if role == "decode" else 257,
                 limits=Limits(tiny.max_context, tiny.rows, 10_000, **limits),
                 eos_token_ids=(EOS,),
-                emit=side.emitted.append,
+                emit=lambda *messages, side=side: side.emitted.extend(messages),
                 make_role=make,
                 overlap=overlap and role == "decode",
                 prefix_cache=prefix_cache,

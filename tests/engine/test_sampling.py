@@ -11,7 +11,8 @@ import pytest
 from sampling_oracle import adjusted, log_softmax
 
 from pdjax.engine.plan import History, Row
-from pdjax.engine.sampling import DRAW_BLOCK, MAX_TOP, Picked, inverse_cdf, problem, sample, sampling_rows
+from pdjax.engine.rows import Packer
+from pdjax.engine.sampling import DRAW_BLOCK, MAX_TOP, Picked, inverse_cdf, problem, sample
 from pdjax.engine.slots import MAX_BIAS, Progress, Tables, empty, mask_rows, slot_row, write_masks, write_slot
 from pdjax.wire import Grammar, SamplingParams
 
@@ -24,7 +25,9 @@ def pick(logits: np.ndarray, rows: list[Row], positions: np.ndarray | None = Non
     """One step's picks [ROWS]. A row's `history.output_ids` are all that it has put out."""
     progress, tables = _tables(rows)
     positions = np.arange(ROWS, dtype=np.int32) if positions is None else positions
-    return _sample(logits, sampling_rows(rows, ROWS, list(range(len(rows)))), positions, progress, tables)
+    places, zeros = list(range(len(rows))), [0] * len(rows)
+    packed = Packer(width=0).pack(rows, ROWS, places, token_ids=zeros, positions=zeros)
+    return _sample(logits, packed, positions, progress, tables)
 
 
 def _tables(rows: list[Row]) -> tuple[Progress, Tables]:
