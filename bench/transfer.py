@@ -4,9 +4,10 @@ Rows are pdjax on its backends (gather, write, scatter: pages to pages), NIXL an
 them (a descriptor a page; for some of the heads, a slice a token), one memcpy a page, and a sender that copies pages
 straight into a pool in shared memory. Each is verified. Rows that are compared take turns, round by round; who has no
 turn is stopped. Milliseconds are from the sender's call until the receiver has it, the median of the better half of the
-rounds; processor time is of both sides. A row whose rounds are long gets fewer. The table has goals in brackets.
+rounds; processor time is of both sides. A row whose rounds are long gets fewer. The table has goals in brackets. All
+of it takes some minutes; rows are told on stderr as they come, and --work and --only choose parts.
 
-    python -m bench.transfer [--json] [--rounds 6] [--only NAME ...]
+    python -m bench.transfer [--json] [--rounds 6] [--work NAME ...] [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from pdjax.net.mpi import environment
 _WARM_UPS = 2
 _PATIENCE = 120.0  # seconds for one answer
 _LONG = 15.0  # seconds of rounds, after which a row gets no more of them
+_LONG_WARM_UP = 2.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ ROWS = [
     Row("pdjax nixl cma", "others", "pdjax", ("nixl",), (), "nixl_cu12"),
     Row("pdjax nixl tcp", "others", "pdjax", ("nixl",), (_TCP,), "nixl_cu12"),
     Row("pdjax mooncake tcp", "others", "pdjax", ("mooncake",), (), "mooncake"),
+    Row("pdjax jax tcp", "others", "pdjax", ("jax",), works=("page64",)),
     Row("pdjax ucx mapped busy", "memory", "pdjax", ("ucx", "mapped", "busy"), works=("page64",)),
     Row("pdjax ucx tcp busy", "network", "pdjax", ("ucx", "busy"), works=("page64",)),
 ]
@@ -99,11 +102,20 @@ class Result:
 class Side:
     """A process of a row."""
 
-    def __init__(self, row: Row, work: str, role: str, slot_mib: int) -> None:
+    def __init__(self, row: Row, work: str, role: str, step_tokens: int) -> None:
         env = environment(dict(os.environ)) if row.side == "pdjax" else dict(os.environ)
         env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[1]), "NIXL_LOG_LEVEL": "WARN"}
         env |= dict(row.variables)
-        command = [sys.executable, "-m", "bench.transfer_side", row.side, work, role, *row.options, f"slot={slot_mib}"]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.transfer_side",
+            row.side,
+            work,
+            role,
+            *row.options,
+            f"step={step_tokens}",
+        ]
         if row.side == "pdjax":
             command = [str(Path(sys.executable).with_name("mpiexec")), "-n", "1", *command]
         self.pid = 0
@@ -158,7 +170,7 @@ class Side:
 class Cell:
     """Both sides of a row, in fresh processes. A failure is noted as `problem`, and then nothing more is done."""
 
-    def __init__(self, row: Row, work: str, slot_mib: int) -> None:
+    def __init__(self, row: Row, work: str, step_tokens: int) -> None:
         self.row, self.work = row, work
         self.problem: str | None = None
         self._sides: list[Side] = []
@@ -168,7 +180,7 @@ class Cell:
             self.problem = f"{row.needs} is not installed"
             return
         with self._noted():
-            self._sides = [Side(row, work, role, slot_mib) for role in ("target", "source")]
+            self._sides = [Side(row, work, role, step_tokens) for role in ("target", "source")]
             target, source = self._sides
             for side in self._sides:
                 side.pid = side.answer()["pid"]
@@ -177,7 +189,8 @@ class Cell:
             self._facts = source.ask("connect", peer=told["source"])
             target.answer()
             for _ in range(_WARM_UPS):
-                self._round()
+                if self._round()[0] > 1e3 * _LONG_WARM_UP:
+                    break
             self._signal(signal.SIGSTOP)
 
     def turn(self) -> None:
@@ -236,12 +249,12 @@ class Cell:
         return 1e3 * (ended - sent["began"]), sent["cpu_ms"], received["cpu_ms"]
 
 
-def measure(rows: list[Row], work: str, rounds: int, slot_mib: int) -> list[Result]:
+def measure(rows: list[Row], work: str, rounds: int, step_tokens: int) -> list[Result]:
     """Rows of a group, in turns."""
     cells: list[Cell] = []
     try:
         for row in rows:
-            cells.append(Cell(row, work, slot_mib))  # noqa: PERF401 - those made before one that raises are ended
+            cells.append(Cell(row, work, step_tokens))  # noqa: PERF401 - those made before one that raises are ended
         for _ in range(rounds):
             for cell in cells:
                 cell.turn()
@@ -261,17 +274,20 @@ def ratios(results: list[Result]) -> dict[str, float | None]:
     return found
 
 
+def _line(result: Result) -> str:
+    if result.ms is None:
+        return f"{result.work:8} {result.row:24} -  {result.problem}"
+    assert result.cpu_ms is not None
+    first = f"  first transfer after {result.first_transfer_s} s" if result.first_transfer_s else ""
+    return (
+        f"{result.work:8} {result.row:24} {result.ms:8.1f} ms {result.gbps:6.2f} GB/s  "
+        f"best {result.best_ms:.1f}  processor {result.cpu_ms[0]:.0f} + {result.cpu_ms[1]:.0f} ms{first}"
+    )
+
+
 def _print(results: list[Result]) -> None:
     for result in results:
-        if result.ms is None:
-            print(f"{result.work:8} {result.row:24} -  {result.problem}")
-            continue
-        assert result.cpu_ms is not None
-        first = f"  first transfer after {result.first_transfer_s} s" if result.first_transfer_s else ""
-        print(
-            f"{result.work:8} {result.row:24} {result.ms:8.1f} ms {result.gbps:6.2f} GB/s  "
-            f"best {result.best_ms:.1f}  processor {result.cpu_ms[0]:.0f} + {result.cpu_ms[1]:.0f} ms{first}"
-        )
+        print(_line(result))
     for name, ratio in ratios(results).items():
         print(f"{name:36} {'null' if ratio is None else ratio:>6}  ({RATIOS[name][3]})")
 
@@ -287,7 +303,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of the table")
     parser.add_argument("--rounds", type=int, default=6, help="timed rounds a cell (default: %(default)s)")
     parser.add_argument("--only", nargs="+", default=[], help="rows of these names, or whose names contain one")
-    parser.add_argument("--slot-mib", type=int, default=8, help="pdjax's staging slots, in MiB (default: %(default)s)")
+    parser.add_argument(
+        "--step-tokens",
+        type=int,
+        default=512,
+        help="of a prefill step, which is what a slot holds (default: %(default)s)",
+    )
     parser.add_argument("--work", nargs="+", choices=list(WORKS), default=list(WORKS), help="what is moved")
     args = parser.parse_args()
     load = os.getloadavg()[0]
@@ -299,7 +320,10 @@ def main() -> None:
             if work in row.works and (not args.only or any(_means(name, row.name) for name in args.only))
         ]
         for group in dict.fromkeys(row.group for row in ROWS):
-            results += measure([row for row in rows if row.group == group], work, args.rounds, args.slot_mib)
+            measured = measure([row for row in rows if row.group == group], work, args.rounds, args.step_tokens)
+            for result in measured:
+                print(_line(result), file=sys.stderr, flush=True)
+            results += measured
     if args.json:
         print(json.dumps({"load": load, "rows": [asdict(result) for result in results], "ratios": ratios(results)}))
         return

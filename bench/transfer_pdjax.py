@@ -27,7 +27,7 @@ _BOUND = 30.0
 
 
 class Pdjax:
-    """Options: the backend's name, ``mapped`` or not, ``busy`` for a decode loop beside the target, ``slot=MIB``."""
+    """Options: the backend's name, ``mapped`` or not, ``busy`` for a decode loop beside the target, ``step=TOKENS``."""
 
     def __init__(self, work: Work, role: str, options: list[str]) -> None:
         started = time.monotonic()
@@ -37,8 +37,8 @@ class Pdjax:
         self._began = time.monotonic() - started
         native.load(cache_root() / "native")
         self._page_bytes = LAYERS * work.heads * 2 * work.page * HEAD_DIM * WORD
-        slot_mib = next((int(option[5:]) for option in options if option.startswith("slot=")), 8)
-        self._slot_pages = max((slot_mib << 20) // self._page_bytes, 1)
+        step_tokens = next(int(option[5:]) for option in options if option.startswith("step="))
+        self._slot_pages = max(step_tokens // work.page, 1)
         self._slot_bytes = self._slot_pages * self._page_bytes
         ids = work.page_ids(role)
         self._chunks = [ids[first : first + self._slot_pages] for first in range(0, len(ids), self._slot_pages)]
