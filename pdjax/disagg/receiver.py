@@ -33,11 +33,10 @@ class Receiver:
         }
 
     def warm_up(self) -> None:
-        """Compile the scatters, by writing zeros to page 0."""
+        """Compile the scatters, by writing what is in a slot to page 0: zeros, or what a peer has written already."""
 
         def scatter(device: Device, shard: jax.Array) -> jax.Array:
             rank = self._rank_of[device]
-            self._rings[rank].clear(0)
             for layers in block_layers(self._state, self._layout.place(self._state, rank)):
                 shard = self._rings[rank].scatter(0, shard, [(Block(0, 0, Span(0, layers), range(1)), [0])])
             return shard

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+
+import msgspec
 
 from pdjax.engine.grammar import Matcher
 from pdjax.wire import NO_PARTNER, Generate, Rendezvous, SamplingParams
@@ -14,12 +14,12 @@ from pdjax.wire import NO_PARTNER, Generate, Rendezvous, SamplingParams
 Top = list[tuple[int, float]]  # tokens and their log-probabilities, best first
 
 
-class OutputToken(NamedTuple):
+class OutputToken(msgspec.Struct, frozen=True):
     """A picked token with its log-probability, and the best tokens in its place, as many as were asked for."""
 
     id: int
     logprob: float
-    top: Sequence[tuple[int, float]] = ()
+    top: Top = []
 
 
 @dataclass

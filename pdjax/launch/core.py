@@ -104,16 +104,18 @@ def start_jax(world: World, instance: Instance) -> None:
     native.load(cache_root() / "native")
 
 
-def meet_compiled() -> None:
-    """Return when every process of this instance has come here. Gloo waits 30 s for all that take part in a group's
-    first collective, and compiling may keep one of them longer on a busy machine.
+def meet(point: str) -> None:
+    """Return when every process of this instance has come to `point`.
+
+    At "compiled", because Gloo waits 30 s for all that take part in a group's first collective, and compiling may keep
+    one of them longer on a busy machine. At "warm", because what serves must be there whole.
 
     Raises:
         jax.errors.JaxRuntimeError: some have not come in time; it names them.
     """
     client = distributed.global_state.client  # JAX shows it by no public name
     if client is not None:
-        client.wait_at_barrier("pdjax compiled", timeout_in_ms=int(COMPILE_SECONDS * 1000))
+        client.wait_at_barrier(f"pdjax {point}", timeout_in_ms=int(COMPILE_SECONDS * 1000))
 
 
 def make_engine(

@@ -95,7 +95,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
 
     from pdjax.engine.engine import Stop
     from pdjax.engine.unified import Unified
-    from pdjax.launch.core import load_core, make_engine, meet_compiled, start_jax
+    from pdjax.launch.core import load_core, make_engine, meet, start_jax
     from pdjax.launch.leading import Leading
 
     leading = None
@@ -127,9 +127,10 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     if config.engine.warmup:
         steps = core.warm_up_steps(role)
         bar = tqdm(steps, desc=f"pdjax {role}: compiling", unit="step", file=sys.stderr)
-        core.runner.warm_up(bar, meet=meet_compiled)
+        core.runner.warm_up(bar, meet=lambda: meet("compiled"))
         if pair is not None:
             pair.part.warm_up()
+    meet("warm")
     if pair is not None and role == "prefill":
         info["disaggregation_bootstrap_host"] = config.disagg.bootstrap_host
         info["disaggregation_bootstrap_port"] = pair.network.listen(

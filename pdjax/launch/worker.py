@@ -69,7 +69,7 @@ def _follow(
 
     from pdjax.engine.host_pages import HostPages
     from pdjax.engine.lockstep import Follower
-    from pdjax.launch.core import load_core, meet_compiled, start_jax
+    from pdjax.launch.core import load_core, meet, start_jax
 
     assert world.worker is not None, "a worker has a leader"
     start_jax(world, config.instance)
@@ -82,9 +82,10 @@ def _follow(
         data_plane.append(WorkerDataPlane(role, config, core, world.worker.send))
         on_role = data_plane[0].carry_out
     if config.engine.warmup:
-        core.runner.warm_up(core.warm_up_steps(role), meet=meet_compiled)
+        core.runner.warm_up(core.warm_up_steps(role), meet=lambda: meet("compiled"))
         for each in data_plane:
             each.part.warm_up()
+    meet("warm")
     core.runner.expect_no_compile()
 
     def check() -> None:

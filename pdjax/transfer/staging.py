@@ -161,6 +161,7 @@ class LandingRing:
         self._run_bytes = _run_bytes(shard)
         self.slot_bytes = slot_pages * _page_words(shard) * shard.dtype.itemsize
         self._address = backend.allocate(region, slots * self.slot_bytes)
+        ctypes.memset(self._address, 0, slots * self.slot_bytes)  # before any peer can know of it
         memory = (ctypes.c_char * (slots * self.slot_bytes)).from_address(self._address)
         words = np.ctypeslib.as_array(memory).view(shard.dtype).reshape(slots, -1)
         device = next(iter(shard.sharding.device_set))
