@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from halves import Room
@@ -213,10 +214,9 @@ def test_every_state_is_staged(pair: TinyPair) -> None:
     assert set(staged.rooms) == set(STATES)
 
 
-def test_a_room_is_seen_in_one_trace_of_both_instances(pair: TinyPair, tmp_path: Path) -> None:
-    room = pair.room(prompt(200), 12)
-    wait_ended([room])
-    output = tmp_path / "trace.json"
+def traced(pair: TinyPair, room: Room, folder: Path) -> list[dict[str, Any]]:
+    """What both instances' trace has of a room that has ended."""
+    output = folder / "trace.json"
     command = [
         sys.executable,
         "-m",
@@ -231,10 +231,26 @@ def test_a_room_is_seen_in_one_trace_of_both_instances(pair: TinyPair, tmp_path:
     events = json.loads(output.read_text())["traceEvents"]
     assert room.prefill is not None
     number = room.prefill.rid.removeprefix("p-")
-    mine = [event for event in events if event.get("args", {}).get("room") == number]
+    return [event for event in events if event.get("args", {}).get("room") == number]
+
+
+def test_a_room_is_seen_in_one_trace_of_both_instances(pair: TinyPair, tmp_path: Path) -> None:
+    room = pair.room(prompt(200), 12)
+    wait_ended([room])
+    mine = traced(pair, room, tmp_path)
     names = {pid: {event["name"] for event in mine if event["pid"] == pid} for pid in (1, 2)}
     assert names[1] == {"queue", "prefill chunk", "slot wait", "gather", "write"}
     assert names[2] == {"alloc wait", "land", "scatter", "first token", "decode"}
     for event in (event for event in mine if event["name"] == "scatter"):
         gathers = [each["ts"] for each in mine if each["name"] == "gather"]
         assert event["ts"] > min(gathers) - 50e3, "the clocks of one machine do not differ"
+
+
+def test_the_first_chunk_has_landed_before_the_last_is_computed(pair: TinyPair, tmp_path: Path) -> None:
+    room = pair.room(prompt(12 * 128), 2)
+    wait_ended([room])
+    ends: dict[str, list[float]] = {}
+    for event in traced(pair, room, tmp_path):
+        ends.setdefault(event["name"], []).append(event["ts"] + event["dur"])
+    assert len(ends["prefill chunk"]) == len(ends["land"]) == 12
+    assert min(ends["land"]) < sorted(ends["prefill chunk"])[-2] and max(ends["land"]) > max(ends["prefill chunk"])
