@@ -25,6 +25,17 @@ TOOLS = {
     "soak": ("pdjax.launch.soak", "break instances under mixed requests, and see that no answer is wrong"),
 }
 
+# Options that are known by names of their own elsewhere: of an instance, and of whatever has a data plane.
+INSTANCE_SHORTHANDS = {
+    "--nproc": ("Instance.processes", int, "processes of this instance"),
+    "--devices-per-process": ("Instance.devices_per_process", int, "devices of each of its processes"),
+}
+SHORTHANDS = {
+    "--transfer-backend": ("Transfer.backend", str, "what moves the bytes"),
+    "--ib-device": ("Transfer.ib_device", str, "network devices to use"),
+    "--attention-backend": ("Engine.attention_backend", str, "what computes attention"),
+}
+
 
 def main(arguments: list[str]) -> int:
     """Parse and run; returns the exit code: 2 for a usage or configuration that can't be used."""
@@ -38,11 +49,11 @@ def main(arguments: list[str]) -> int:
         if args.command == "local":
             from pdjax.launch import local
 
-            return local.main(args, overrides)
+            return local.main(args, _with_shorthands(args, overrides))
         if args.command == "check":
             from pdjax.launch import check
 
-            return _under_mpi(1, arguments) or check.main_and_exit(args, overrides)
+            return _under_mpi(1, arguments) or check.main_and_exit(args, _with_shorthands(args, overrides))
         if overrides:
             parser.error(f"{args.command} takes no --gin options")
         return args.main(args)
@@ -60,8 +71,8 @@ def _run_instance(role: str, files: list[Path], overrides: list[str], arguments:
 
 def _with_shorthands(args: argparse.Namespace, overrides: list[str]) -> list[str]:
     """The overrides, and before them those that options of their own stand for."""
-    options = {"processes": args.nproc, "devices_per_process": args.devices_per_process}
-    return [f"Instance.{name}={value}" for name, value in options.items() if value is not None] + overrides
+    given = {binding: getattr(args, binding, None) for binding, _, _ in (INSTANCE_SHORTHANDS | SHORTHANDS).values()}
+    return [f"{binding}={value!r}" for binding, value in given.items() if value is not None] + overrides
 
 
 def _under_mpi(processes: int, arguments: list[str]) -> int:
@@ -82,16 +93,14 @@ def _parser(arguments: list[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, text in INSTANCES.items():
         instance = _command(commands, name, text, epilog=_options())
-        _add_config(instance)
-        instance.add_argument("--nproc", type=int, metavar="N", help="processes of this instance: Instance.processes")
-        instance.add_argument("--devices-per-process", type=int, metavar="N", help="Instance.devices_per_process")
+        _add_config(instance, INSTANCE_SHORTHANDS | SHORTHANDS)
     local = _command(commands, "local", "one prefill and one decode instance and a router on this machine", _options())
-    _add_config(local)
+    _add_config(local, SHORTHANDS)
     local.add_argument("--prompt", help="answer this prompt and stop; without it, serve until stopped")
     local.add_argument("--max-tokens", type=int, default=128, help="longest answer to --prompt (default: %(default)s)")
     local.add_argument("--port", type=int, default=8000, help="HTTP port of the router (default: %(default)s)")
     check = _command(commands, "check", "test the path to a prefill instance before traffic", _options())
-    _add_config(check)
+    _add_config(check, SHORTHANDS)
     which = check.add_mutually_exclusive_group(required=True)
     which.add_argument("--prefill", metavar="HOST:PORT", help="bootstrap address of a prefill instance, or of --serve")
     which.add_argument("--serve", metavar="HOST:PORT", help="be the other side until stopped; port 0 is any free one")
@@ -115,11 +124,14 @@ def _command(commands, name: str, text: str, epilog: str | None = None) -> argpa
     )
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
+def _add_config(parser: argparse.ArgumentParser, shorthands: dict[str, tuple[str, type, str]]) -> None:
     parser.add_argument(
         "--config", type=Path, action="append", default=[], metavar="FILE.gin",
         help="configuration file; may be given more than once, later bindings win",
     )  # fmt: skip
+    for option, (binding, kind, text) in shorthands.items():
+        metavar = "N" if kind is int else "NAME"
+        parser.add_argument(option, dest=binding, type=kind, metavar=metavar, help=f"{text}: {binding}")
 
 
 def _options() -> str:
