@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.actions import Action, Send
+from pdjax.disagg.protocol.actions import Action
 from pdjax.disagg.protocol.asks import DECODE_COUNTERS, DecodeAsk
 from pdjax.disagg.protocol.decode_room import DecodeRoom, Reserved
 from pdjax.disagg.protocol.hosts import DecodeHost
@@ -230,11 +230,7 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
 
     def _do(self, room: DecodeRoom, actions: list[Action], now: float) -> None:
         """What a room asks for after an event."""
-        for action in actions:
-            if isinstance(action, Send):
-                self._host.send(action.link, messages.encode(action.message))
-            else:
-                self._perform(room, action, now)
+        self._carry_out(room, actions, now)
         if room.closed:
             self._close(room)
             return
@@ -242,7 +238,3 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
             self._ending[room.generation] = room
         if room.deadline < room.timer:
             self._timers.watch(room)
-
-    def _perform(self, room: DecodeRoom, action: Action, now: float) -> None:
-        """Something but `Send` that a room asks for."""
-        raise NotImplementedError

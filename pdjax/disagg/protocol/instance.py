@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
 from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.actions import Action, Send
 from pdjax.disagg.protocol.hosts import Host
 from pdjax.disagg.protocol.path_tests import PathHealth
 from pdjax.disagg.protocol.prefill_room import Timeouts
@@ -103,6 +104,13 @@ class Instance(Generic[H, R, J, P]):
             self.counters["hung_peers"] += 1
             self._give_up(link, sentence, now)
 
+    def _carry_out(self, room: R, actions: list[Action], now: float) -> None:
+        for action in actions:
+            if isinstance(action, Send):
+                self._host.send(action.link, messages.encode(action.message))
+            else:
+                self._perform(room, action, now)
+
     def _leave(self, room: R) -> None:
         """A room has ended: its number is free."""
         if self._rooms.get(room.room) is room:
@@ -119,6 +127,10 @@ class Instance(Generic[H, R, J, P]):
 
     def _totals(self) -> dict[str, float]:
         return {f"{name}_total": float(value) for name, value in self.counters.items()}
+
+    def _perform(self, room: R, action: Action, now: float) -> None:
+        """Something but `Send` that a room asks for."""
+        raise NotImplementedError
 
     def _fire(self, timed: Timed, now: float) -> None:
         """A deadline has passed."""

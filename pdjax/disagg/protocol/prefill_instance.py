@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.actions import Action, Fail, Send, StartPrefill, Succeed, Transfer
+from pdjax.disagg.protocol.actions import Action, Fail, StartPrefill, Succeed, Transfer
 from pdjax.disagg.protocol.asks import PREFILL_COUNTERS, PrefillAsk
 from pdjax.disagg.protocol.hosts import PrefillHost
 from pdjax.disagg.protocol.instance import Instance
@@ -285,11 +285,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
 
     def _do(self, room: PrefillRoom, actions: list[Action], now: float) -> None:
         """What a room asks for after an event."""
-        for action in actions:
-            if isinstance(action, Send):
-                self._host.send(action.link, messages.encode(action.message))
-            else:
-                self._perform(room, action, now)
+        self._carry_out(room, actions, now)
         if room.closed:
             self._close(room)
         elif room.state.final:
