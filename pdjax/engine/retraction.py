@@ -92,7 +92,7 @@ class Retraction:
 
     def pages_needed(self, request: Request) -> int:
         """Pages for the next decode step and the one after: that is planned before the first's tokens are known."""
-        return self._engine.spec.pages(min(request.next_position + 2, request.max_tokens))
+        return self._engine.spec.pages(self._end(request))
 
     def stats(self) -> dict[str, float]:
         """Who is out, and how often that has happened."""
@@ -107,8 +107,11 @@ class Retraction:
 
     def _is_short(self, request: Request) -> bool:
         """Whether pages are missing. Asked of every request at every step, so the usual answer comes cheap."""
-        has = len(request.pages) * self._page_size
-        return has < request.next_position + 2 and self._missing(request) > 0
+        return self._end(request) > len(request.pages) * self._page_size
+
+    def _end(self, request: Request) -> int:
+        """Where the next two decode steps leave a request, in tokens."""
+        return min(request.next_position + 2, request.max_tokens)
 
     def _missing(self, request: Request) -> int:
         return self.pages_needed(request) - len(request.pages)

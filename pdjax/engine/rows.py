@@ -121,7 +121,7 @@ class Packer:
     """Packs the rows of steps. `width` is the most pages of a row."""
 
     def __init__(self, width: int) -> None:
-        self._width = width
+        self._padding = _padding(width)
         self._batch: list[Row | None] = []  # what `_packed` holds, by place
         self._packed = np.zeros((0, 0), np.int32)
 
@@ -134,14 +134,13 @@ class Packer:
         """
         if len(self._batch) != batch:
             self._batch = [None] * batch
-            self._packed = np.zeros((batch, _PAGES + self._width), np.int32)
-            self._packed[:] = _padding(self._width)
+            self._packed = np.tile(self._padding, (batch, 1))
         new: list[Row | None] = [None] * batch
         for place, row in zip(places, rows, strict=True):
             new[place] = row
         for place, (row, before) in enumerate(zip(new, self._batch, strict=True)):
             if row is not before:
-                self._packed[place] = _padding(self._width)
+                self._packed[place] = self._padding
                 if row is not None:
                     _fill(self._packed[place], row)
         self._batch = new
