@@ -162,7 +162,7 @@ class Transfer:
     )
     ib_device: str = _option("", "network devices to use: a name, several with commas, a JSON map of ranks to either, "
                                  "or its .json file; empty: the backend's own choice")  # fmt: skip
-    ucx_transports: str = _option("", "UCX's names of the transports to use; empty: shared memory, cma and every "
+    ucx_transports: str = _option("", "UCX's names of the transports to use; empty: shared memory and every "
                                       "network transport that is there")  # fmt: skip
     host: str = _option("127.0.0.1", "address at which nixl, mooncake and jax take notices and bytes")
     ucx_library: str = _option("", "path of another libucp to load before MPI; empty: the one that MPI brings")

@@ -87,6 +87,11 @@ class Job:
         with self._changed:
             return any(line.get("event") == kind for line in self._lines)
 
+    def noise(self) -> str:
+        """What libraries have printed so far."""
+        with self._changed:
+            return "".join(self._noise)
+
     def kill(self) -> None:
         """kill -9 the rank itself, as the kernel would when memory is short."""
         os.kill(self.pid, signal.SIGKILL)

@@ -19,6 +19,17 @@ def test_the_path_says_how_bytes_move(start: Callable[..., Job], mode: str) -> N
     assert connect(start(mode, SMALL), start(mode, SMALL)).startswith(PATHS[mode])
 
 
+def test_a_put_over_tcp_is_not_emulated_by_copies(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UCX_PROTO_INFO", "y")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "info")
+    source, target = start("put", SMALL), start("put", SMALL)
+    connect(source, target)
+    source.do("write", id=1, peer="target", offset=0, peer_offset=0, nbytes=SMALL, notice="n")
+    source.event("done", id=1)
+    _, about_puts = source.noise().split("remote memory write by ucp_put* from host memory", 1)
+    assert "zero-copy" in about_puts and "emulation" not in about_puts
+
+
 @both_paths
 def test_the_death_of_a_peer_is_told_without_any_write(start: Callable[..., Job], mode: str) -> None:
     source, victim = start(mode, SMALL), start(mode, SMALL)

@@ -13,7 +13,9 @@ from pdjax.transfer.ucx.binding import Ucp, ffi
 from pdjax.transfer.ucx.worker import library_path
 
 _RESOURCE = re.compile(r"resource \d+ .*-- (\S+)/(\S+)")
-_SAME_HOST = ("posix", "cma")  # carry no notices, which need a transport that tells a peer's death
+# Gives memory that a peer can map. Not cma: where memory cannot be mapped (another container, another user), cma is
+# usually forbidden too, which UCX finds out with the first bytes.
+_SHARED_MEMORY = "posix"
 _NETWORKS = re.compile(r"(tcp|rc_\w+|dc_\w+|ud_\w+|srd|efa|gga_\w+)")
 _GPU = re.compile(r"(cuda|rocm|ze)_\w+")
 
@@ -84,13 +86,14 @@ def check(wanted: tuple[str, ...]) -> None:
 
 
 def transports(resources: list[Resource], devices: list[str]) -> str:
-    """What to use of it: shared memory and cma on one host, and every network transport of the devices, or of all."""
+    """What to use of it: shared memory on one host, and every network transport of the devices, or of all."""
     kinds = [
         kind for device, kinds in networks(resources).items() if not devices or device in devices for kind in kinds
     ]
     there = {resource.transport for resource in resources}
     gpu = sorted(kind for kind in there if _GPU.fullmatch(kind))
-    return ",".join([*(kind for kind in _SAME_HOST if kind in there), *dict.fromkeys(kinds), *gpu])
+    shared = [_SHARED_MEMORY] if _SHARED_MEMORY in there else []
+    return ",".join([*shared, *dict.fromkeys(kinds), *gpu])
 
 
 def _described(ucp: Ucp, context: int) -> str:
