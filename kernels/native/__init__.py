@@ -2,7 +2,7 @@
 
 | call        | computes                              |
 | ----------- | ------------------------------------- |
-| `product`   | x [M, K] · w [N, K], contracted on K  |
+| `product`   | x [M, K] · w[layer] [N, K], over K     |
 | `attention` | queries over pages [L, P, H, 2, S, D] |
 | `gather`    | pages into a staging slot, in place   |
 | `scatter`   | a staging slot into pages, in place   |
@@ -79,13 +79,14 @@ def can_attend(head_dim: int) -> bool:
     return in_use() and head_dim % _VECTOR_WORDS == 0
 
 
-def product(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """x [M, K], taken as float32, times weight [N, K] float32 or bfloat16: float32 [M, N].
+def product(x: jax.Array, weights: jax.Array, layer: jax.Array) -> jax.Array:
+    """x [M, K], taken as float32, times one of weights [L, N, K], float32 or bfloat16: float32 [M, N].
 
-    A row's result is the same whatever other rows there are.
+    `layer`, an int32 scalar, says which: the kernel reads it where it lies, and XLA would copy a slice. Out of range is
+    an error. A row's result is the same whatever other rows there are.
     """
-    shape = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call("pdjax_product", shape)(x.astype(jnp.float32), weight)
+    shape = jax.ShapeDtypeStruct((x.shape[0], weights.shape[1]), jnp.float32)
+    return jax.ffi.ffi_call("pdjax_product", shape)(x.astype(jnp.float32), weights, layer)
 
 
 def attention(

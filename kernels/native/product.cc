@@ -1,4 +1,4 @@
-// x [M, K] float32 times w [N, K] float32 or bfloat16 words, contracted on K: float32 [M, N].
+// x [M, K] float32 times a layer of w [L, N, K] float32 or bfloat16 words, contracted on K: float32 [M, N].
 //
 // Rows of x are packed into panels [K, rows], so that a vector holds one column of several rows. Weights are copied a
 // block at a time, widened if need be, and each is broadcast to meet the vectors of a panel. A row's result does not
@@ -162,18 +162,28 @@ void Product(ffi::ThreadPool& threads, const float* x, const Weight* w, float* o
   });
 }
 
-ffi::Error Run(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w,
-               ffi::Result<ffi::Buffer<ffi::F32>> out) {
+template <typename Weight>
+void Run(ffi::ThreadPool& threads, const float* x, const void* w, int32_t layer, float* out, int64_t m_size,
+         int64_t n_size, int64_t k_size) {
+  Product(threads, x, static_cast<const Weight*>(w) + layer * n_size * k_size, out, m_size, n_size, k_size);
+}
+
+ffi::Error Call(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer w, ffi::Buffer<ffi::S32> layer,
+                ffi::Result<ffi::Buffer<ffi::F32>> out) {
   auto left = x.dimensions(), right = w.dimensions(), shape = out->dimensions();
-  if (left.size() != 2 || right.size() != 2 || shape.size() != 2 || left[1] != right[1] || left[1] == 0 ||
-      shape[0] != left[0] || shape[1] != right[0]) {
-    return ffi::Error::InvalidArgument("pdjax_product takes x [M, K] and w [N, K], K above 0, and gives [M, N]");
+  if (left.size() != 2 || right.size() != 3 || layer.element_count() != 1 || shape.size() != 2 ||
+      left[1] != right[2] || left[1] == 0 || shape[0] != left[0] || shape[1] != right[1]) {
+    return ffi::Error::InvalidArgument(
+        "pdjax_product takes x [M, K] and w [L, N, K], K above 0, and a layer, and gives [M, N]");
   }
+  int32_t index = *layer.typed_data();
+  if (index < 0 || index >= right[0]) return ffi::Error::InvalidArgument("pdjax_product: no such layer");
+  const float* from = x.typed_data();
   float* to = out->typed_data();
   if (w.element_type() == ffi::F32) {
-    Product(threads, x.typed_data(), static_cast<const float*>(w.untyped_data()), to, left[0], right[0], left[1]);
+    Run<float>(threads, from, w.untyped_data(), index, to, left[0], right[1], left[1]);
   } else if (w.element_type() == ffi::BF16) {
-    Product(threads, x.typed_data(), static_cast<const uint16_t*>(w.untyped_data()), to, left[0], right[0], left[1]);
+    Run<uint16_t>(threads, from, w.untyped_data(), index, to, left[0], right[1], left[1]);
   } else {
     return ffi::Error::InvalidArgument("pdjax_product takes weights in float32 or bfloat16");
   }
@@ -183,9 +193,10 @@ ffi::Error Run(ffi::ThreadPool threads, ffi::Buffer<ffi::F32> x, ffi::AnyBuffer 
 }  // namespace
 }  // namespace pdjax
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(pdjax_product, pdjax::Run,
+XLA_FFI_DEFINE_HANDLER_SYMBOL(pdjax_product, pdjax::Call,
                               xla::ffi::Ffi::Bind()
                                   .Ctx<xla::ffi::ThreadPool>()
                                   .Arg<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());

@@ -9,9 +9,10 @@ from jax import lax
 
 from pdjax.kernels import native
 from pdjax.layers.sharding import LogicalAxes, parameter
+from pdjax.layers.stacked import Stacked
 
 
-def contract_last(x: jax.Array, weight: jax.Array) -> jax.Array:
+def contract_last(x: jax.Array, weight: jax.Array | Stacked) -> jax.Array:
     """float32 product of x [..., in] with weight [*out, in]: [..., *out].
 
     With the native CPU kernels x is taken as float32, else in the weight's dtype.
@@ -20,8 +21,11 @@ def contract_last(x: jax.Array, weight: jax.Array) -> jax.Array:
     """
     lead = x.shape[:-1]
     if native.multiplies(weight.dtype):
-        out = native.product(x.reshape(-1, x.shape[-1]), weight.reshape(-1, weight.shape[-1]))
-        return out.reshape(*lead, *weight.shape[:-1])
+        stacked = weight if isinstance(weight, Stacked) else Stacked(weight[None], jnp.int32(0))
+        layers, *out_shape, depth = stacked.stack.shape
+        out = native.product(x.reshape(-1, depth), stacked.stack.reshape(layers, -1, depth), stacked.row)
+        return out.reshape(*lead, *out_shape)
+    weight = weight[...]
     x = x.astype(weight.dtype)
     rows = x.reshape(-1, x.shape[-1])
     lone = rows.shape[0] == 1 and weight.dtype == jnp.bfloat16
@@ -56,5 +60,5 @@ class Linear(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [..., in] in any float dtype -> float32 [..., *out]."""
-        out = contract_last(x, self.weight[...])
+        out = contract_last(x, self.weight.get_value())
         return out if self.bias is None else out + self.bias[...]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from pdjax.models import weights
 from pdjax.models.config import ModelConfig
 from pdjax.models.errors import ModelError
 from pdjax.models.folder import WEIGHTS, FolderRecord, check_weight_files, model_identity, read_config, read_record
+from pdjax.models.leaves import Place, stack_alike
 from pdjax.models.llama import Llama
 from pdjax.models.registry import model_class
 
@@ -25,21 +26,14 @@ __all__ = ["DTYPES", "LoadedModel", "load_model", "model_identity"]
 DTYPES = ("float32", "bfloat16")
 
 
-class Place(NamedTuple):
-    """Which leaf a parameter is, or which row of it."""
-
-    leaf: int
-    row: int | None = None
-
-
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
     """Weights on devices, and how to make the module of them inside a trace.
 
     On a mesh with pipeline stages the module has as many layers as one stage, and a leaf of theirs is [stage, ...].
 
-    `leaves` are what a compiled step takes: passing them flat costs 0.2 ms a call, passing the module 9 ms. Each costs
-    2 us, so vectors (those of the norms, mostly) come stacked.
+    `leaves` are what a compiled step takes: passing them flat costs 0.2 ms a call, passing the module 9 ms. See
+    `pdjax.models.leaves`.
     """
 
     config: ModelConfig
@@ -50,8 +44,8 @@ class LoadedModel:
 
     def merge(self, leaves: list[jax.Array]) -> Llama:
         """The module around `leaves` (arrays or tracers, in the order of `self.leaves`)."""
-        flat = [leaves[place.leaf] if place.row is None else leaves[place.leaf][place.row] for place in self.places]
-        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, flat))
+        parameters = [place.of(leaves) for place in self.places]
+        return nnx.merge(self.graphdef, jax.tree.unflatten(self.treedef, parameters))
 
 
 def load_model(folder: Path, *, dtype: str, mesh: Mesh) -> LoadedModel:
@@ -92,12 +86,14 @@ def load_model(folder: Path, *, dtype: str, mesh: Mesh) -> LoadedModel:
         raise ModelError(f"{folder} does not fit the mesh: {error}") from error
     check_weight_files(folder, record)
     arrays = weights.load(folder / WEIGHTS, wanted)
-    leaves, places = _stack_vectors(
-        [
+    leaves, places = stack_alike(
+        {
             # What is loaded is let go of leaf by leaf: a device has no room for two copies of its stage.
-            _leaf(variable, [arrays.pop(part) for part in stored[name] if part in arrays], mesh, len(stored[name]))
+            name: _leaf(
+                variable, [arrays.pop(part) for part in stored[name] if part in arrays], mesh, len(stored[name])
+            )
             for name, variable in named.items()
-        ]
+        }
     )
     return LoadedModel(
         config=config,
@@ -124,25 +120,6 @@ def _leaf(variable: nnx.Variable, loaded: list[jax.Array], mesh: Mesh, stages: i
     shape, axes = (stages, *variable.shape), ("layers", *variable.get_metadata("axes"))
     shards = [shard.data[None] for array in loaded for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(shape, NamedSharding(mesh, spec_of(shape, axes, mesh)), shards)
-
-
-def _stack_vectors(parameters: list[jax.Array]) -> tuple[list[jax.Array], list[Place]]:
-    """Parameters as leaves, in which whole vectors of the same size and dtype are rows of one."""
-    leaves: list[jax.Array] = []
-    places: list[Place | None] = []
-    alike: dict[Any, list[int]] = {}  # places of vectors, by what a stack of them shares
-    for number, parameter in enumerate(parameters):
-        if parameter.ndim == 1 and parameter.is_fully_replicated:
-            alike.setdefault((parameter.shape, parameter.dtype, parameter.sharding), []).append(number)
-            places.append(None)
-        else:
-            places.append(Place(len(leaves)))
-            leaves.append(parameter)
-    for (_, _, sharding), numbers in alike.items():
-        for row, number in enumerate(numbers):
-            places[number] = Place(len(leaves), row)
-        leaves.append(jax.jit(jnp.stack, out_shardings=sharding)([parameters[number] for number in numbers]))
-    return leaves, [place for place in places if place is not None]
 
 
 def _check_record(folder: Path, record: FolderRecord, shapes: dict[str, tuple[int, ...]]) -> None:

@@ -22,20 +22,26 @@ def kernels():
 def test_a_product_is_exact_for_every_number_of_rows_and_any_shape(dtype: str, rows: int, outs: int, depth: int):
     rng = np.random.default_rng(rows)
     x = rng.standard_normal((rows, depth), np.float32)
-    weight = jnp.asarray(rng.standard_normal((outs, depth), np.float32), dtype)
-    product = jax.jit(native.product)(x, weight)
-    np.testing.assert_allclose(product, x.astype(np.float64) @ np.asarray(weight, np.float64).T, atol=2e-4)
+    weights = jnp.asarray(rng.standard_normal((3, outs, depth), np.float32), dtype)
+    product = jax.jit(native.product)(x, weights, jnp.int32(1))
+    np.testing.assert_allclose(product, x.astype(np.float64) @ np.asarray(weights[1], np.float64).T, atol=2e-4)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_row_gives_the_same_bits_alone_and_among_others(dtype: str):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((70, 1300), np.float32)
-    weight = jnp.asarray(rng.standard_normal((50, 1300), np.float32), dtype)
+    weights = jnp.asarray(rng.standard_normal((1, 50, 1300), np.float32), dtype)
     product = jax.jit(native.product)
-    together = np.asarray(product(x, weight))
+    together = np.asarray(product(x, weights, jnp.int32(0)))
     for row in (0, 3, 69):
-        np.testing.assert_array_equal(together[row], product(x[row : row + 1], weight)[0])
+        np.testing.assert_array_equal(together[row], product(x[row : row + 1], weights, jnp.int32(0))[0])
+
+
+@pytest.mark.parametrize("layer", [-1, 2])
+def test_a_layer_that_the_weights_do_not_have_is_refused(layer: int):
+    with pytest.raises(Exception, match="no such layer"):
+        jax.block_until_ready(jax.jit(native.product)(jnp.zeros((1, 16)), jnp.zeros((2, 4, 16)), jnp.int32(layer)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 from dense_attention import DenseModel
 
+from pdjax.kernels import native
+from pdjax.launch.cache_folder import cache_root
 from pdjax.layers.sharding import instance_mesh, tensor_mesh
 from pdjax.models.checkpoint import LoadedModel, load_model, model_identity
 from pdjax.models.errors import ModelError
@@ -49,6 +51,19 @@ def test_parameters_come_back_as_they_were_written(tiny: Path):
     np.testing.assert_array_equal(module.embed.weight[...], written["embed.weight"])
     np.testing.assert_array_equal(module.layers[1].mlp.down.weight[...], written["layers.1.mlp.down.weight"])
     np.testing.assert_array_equal(module.layers[0].attention.qkv.weight[...], written["layers.0.attention.qkv.weight"])
+
+
+def test_layers_are_few_arrays_where_the_kernels_take_a_layer_where_it_lies(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+):
+    if not native.load(cache_root() / "native"):
+        pytest.skip("this machine has no C++ compiler")
+    stacked = load(tiny, "bfloat16")
+    monkeypatch.setattr(native, "in_use", lambda: False)
+    apart = load(tiny, "bfloat16")
+    assert len(stacked.leaves) == 6  # embedding, norms, four kinds of products
+    for one, other in zip(stacked.places, apart.places, strict=True):
+        np.testing.assert_array_equal(one.of(stacked.leaves)[...], other.of(apart.leaves)[...])
 
 
 def test_layers_that_pp_does_not_divide_are_refused_with_both_numbers(tiny: Path):
