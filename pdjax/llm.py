@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import msgspec
+from tqdm import tqdm
 
 from pdjax.config import SECTIONS, Config
 from pdjax.engine_thread import EngineError, EngineThread
@@ -33,7 +34,7 @@ from pdjax.web import HttpError
 from pdjax.wire import Failed, Tokens
 
 _OPTION_SECTIONS = ("Model", "Instance", "Cache", "Engine")
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -134,12 +135,15 @@ class LLM:
         | Mapping[str, Any]
         | Sequence[SamplingParams | Mapping[str, Any]]
         | None = None,
+        *,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer prompts, together.
 
         Args:
-            prompts: texts or lists of token ids; one or several.
+            prompts: texts or lists of token ids, or mappings with `prompt` or `prompt_token_ids`; one or several.
             sampling_params: for all, or one for each prompt: `SamplingParams`, or a mapping with SGLang's names.
+            use_tqdm: show a progress bar.
 
         Returns:
             An output for each prompt, in order.
@@ -148,12 +152,13 @@ class LLM:
             ValueError: a prompt or an option can't be; the sentence says what and why.
             EngineError: the engine has ended or can't take the request.
         """
-        given = [prompts] if isinstance(prompts, str) or _is_ids(prompts) else list(prompts)
+        given = [prompts] if isinstance(prompts, str | Mapping) or _is_ids(prompts) else list(prompts)
+        given = [_plain(each) if isinstance(each, Mapping) else each for each in given]
         wanted = _for_each(sampling_params, len(given))
         texts = [each if isinstance(each, str) else None for each in given]
         try:
             ids = [self._vocabulary.encode_now(each) if isinstance(each, str) else _ids(each) for each in given]
-            return self._run(texts, ids, wanted)
+            return self._run(texts, ids, wanted, use_tqdm=use_tqdm)
         except HttpError as error:
             raise _in_words(error) from error
 
@@ -163,6 +168,7 @@ class LLM:
         sampling_params: SamplingParams | Mapping[str, Any] | None = None,
         *,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """Answer a conversation, or several together: lists of mappings with `role` and `content`.
 
@@ -173,7 +179,7 @@ class LLM:
         try:
             texts = [self._conversation(each, chat_template_kwargs) for each in conversations]
             ids = [self._vocabulary.encode_now(text, special=False) for text in texts]
-            return self._run(texts, ids, _for_each(sampling_params, len(ids)))
+            return self._run(texts, ids, _for_each(sampling_params, len(ids)), use_tqdm=use_tqdm)
         except HttpError as error:
             raise _in_words(error) from error
 
@@ -182,7 +188,12 @@ class LLM:
         return conversation_text(self._template, read, ToolUse(), options)
 
     def _run(
-        self, texts: Sequence[str | None], prompts: Sequence[list[int]], wanted: Sequence[SamplingParams | Mapping]
+        self,
+        texts: Sequence[str | None],
+        prompts: Sequence[list[int]],
+        wanted: Sequence[SamplingParams | Mapping],
+        *,
+        use_tqdm: bool,
     ) -> list[RequestOutput]:
         self._engine.check()
         if not prompts:
@@ -196,15 +207,15 @@ class LLM:
             jobs += make_jobs(
                 self._instance, [ask], bootstrap=Bootstrap(), default_max=SamplingParams.max_tokens
             )  # fmt: skip
-        with self._busy:
-            outputs = iter(self._finish(jobs))
+        with self._busy, tqdm(total=len(jobs), unit="answer", disable=not use_tqdm) as bar:
+            outputs = iter(self._finish(jobs, bar))
         results = []
         for text, ask, params in zip(texts, asks, sampling, strict=True):
             results.append(_result(text, [next(outputs) for _ in range(ask.samples)], params))
         return results
 
-    def _finish(self, jobs: Sequence[Job]) -> list[Output]:
-        """Run jobs, as many at once as the engine takes."""
+    def _finish(self, jobs: Sequence[Job], bar: tqdm) -> list[Output]:
+        """Run jobs, as many at once as the engine takes; `bar` counts those that have ended."""
         outputs = [Output(i, job) for i, job in enumerate(jobs)]
         texts = {output.job.rid: SampleText(output, self._vocabulary) for output in outputs}
         window = self.config.engine.max_running_requests + self.config.engine.max_queued_requests
@@ -227,6 +238,7 @@ class LLM:
                 text.add(frame)
                 if text.output.finish is not None:
                     open_rids.remove(frame.rid)
+                    bar.update()
                     self._engine.forget(frame.rid, abort=frame.finish_reason is None)
         finally:
             for rid in open_rids:
@@ -317,6 +329,15 @@ def _for_each(params: Any, count: int) -> list[SamplingParams | Mapping[str, Any
 
 def _is_ids(prompts: Any) -> bool:
     return len(prompts) > 0 and all(isinstance(each, int) for each in prompts)
+
+
+def _plain(prompt: Mapping[str, Any]) -> Any:
+    """vLLM's mapping as a text or ids."""
+    given = [prompt[name] for name in ("prompt_token_ids", "prompt") if prompt.get(name) is not None]
+    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    if not given or unknown:
+        raise ValueError(f"a prompt's mapping has prompt or prompt_token_ids, and nothing else; not {sorted(prompt)}")
+    return given[0]
 
 
 def _ids(prompt: Any) -> list[int]:

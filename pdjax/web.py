@@ -22,7 +22,7 @@ KEEP_ALIVE_SECONDS = 75  # routers keep idle connections for 50 s; the server mu
 DRAIN_SECONDS = 3  # for open requests, once told to stop
 DONE = b"data: [DONE]\n\n"
 
-_TYPES = {400: "invalid_request_error", 404: "not_found_error", 429: "rate_limit_error"}
+_TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 T = TypeVar("T")
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -43,7 +43,8 @@ class ClientGone(Exception):
 
 def error_payload(status: int, message: str) -> dict[str, Any]:
     """The body of an error, in OpenAI's shape."""
-    return {"error": {"message": message, "type": _TYPES.get(status, "server_error"), "code": status}}
+    kind = _TYPES.get(status, "invalid_request_error" if 400 <= status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "code": status}}
 
 
 def encode_json(value: Any) -> bytes:

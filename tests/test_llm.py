@@ -68,6 +68,25 @@ def test_a_text_is_a_prompt_and_its_output_is_text(llm):
     assert output.outputs[0].text == output.text
 
 
+def test_prompts_may_be_mappings_as_vllm_has_them_and_a_bar_counts_answers(llm, capsys):
+    prompts = [{"prompt": "hello"}, {"prompt_token_ids": [1, 2, 3]}]
+    first, second = llm.generate(prompts, GREEDY, use_tqdm=True)
+    assert "2/2" in capsys.readouterr().err
+    assert (first.prompt, first.token_ids) == ("hello", llm.generate("hello", GREEDY)[0].token_ids)
+    assert (second.prompt, second.prompt_token_ids) == (None, [1, 2, 3])
+    (alone,) = llm.generate(prompts[1], GREEDY)
+    assert alone.token_ids == second.token_ids
+    assert not capsys.readouterr().err
+
+
+def test_a_prompt_can_be_scored_without_a_new_token(llm):
+    params = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    (scored,) = llm.generate([1, 2, 3], params)
+    (known,) = llm.generate([1, 2, 3], SamplingParams(max_tokens=1, prompt_logprobs=2))
+    assert (scored.token_ids, scored.text, scored.finish_reason) == ([], "", "length")
+    assert scored.prompt_logprobs == known.prompt_logprobs and len(known.prompt_logprobs or []) == 3
+
+
 def test_a_conversation_goes_through_the_models_template(llm):
     (output,) = llm.chat([{"role": "user", "content": "hi"}], GREEDY)
     assert output.prompt == "user: hi\nassistant: "
@@ -136,10 +155,11 @@ def test_log_probabilities_are_the_dense_models(llm, dense):
         ([], {"temperature": -1}, ""),
         ([[]], None, "the prompt is empty"),
         ([[1], "a", 5], None, "a prompt is a text or a list of token ids, not 5"),
+        ({"text": "x"}, None, "a prompt's mapping has prompt or prompt_token_ids, and nothing else; not ['text']"),
         ([[999]], None, "token id 999 is not in the vocabulary of 260"),
         (["x" * 300], None, "300 tokens"),
         ("x", SamplingParams(temperature=-1), "temperature must be at least 0"),
-        ("x", SamplingParams(max_tokens=0), "max_new_tokens must be at least 1"),
+        ("x", SamplingParams(max_tokens=-1), "max_new_tokens must be at least 0"),
         ("x", SamplingParams(logprobs=21), "0 to 20 can be told, not 21"),
         ("x", SamplingParams(n="2"), "sampling_params.n: expected int"),  # type: ignore[arg-type]
         ("x", {"max_token": 1}, "unknown field 'max_token' in sampling_params; did you mean 'max_new_tokens'"),

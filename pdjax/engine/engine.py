@@ -350,7 +350,7 @@ class Engine:
                 request.matcher.advance(token)
             request.mask = request.matcher.mask()
         except GrammarError as error:
-            self.fail(request, 500, f"structured output: {error}")
+            self.fail(request, error.status, f"structured output: {error}")
             return False
         return True
 

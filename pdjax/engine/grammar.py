@@ -27,7 +27,14 @@ _JSON_OPTIONS: JsonCompileOptions = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
 
 
 class GrammarError(Exception):
-    """A grammar that does not compile, or an answer that it can't be led through; in words."""
+    """A grammar that does not compile, or an answer that it can't be led through; in words.
+
+    `status` is the HTTP status that fits: 400, unless this side has gone wrong.
+    """
+
+    def __init__(self, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class Matcher:
     def __init__(self, matcher: Any, vocab: int) -> None:
         self._matcher = matcher
         self._bytes = 4 * mask_words(vocab)
+        self._allowed = b""  # the latest mask
 
     def copy(self) -> Matcher:
         """Another answer's, at the same place."""
@@ -58,8 +66,9 @@ class Matcher:
         """
         mask = bytes(self._matcher.compute_bitmask())[: self._bytes]
         if self._matcher.is_error():
-            raise GrammarError(f"the grammar can't be followed further: {_first_line(self._matcher.get_error())}")
-        return mask.ljust(self._bytes, b"\0")
+            raise self._too_large()
+        self._allowed = mask.ljust(self._bytes, b"\0")
+        return self._allowed
 
     @property
     def complete(self) -> bool:
@@ -70,10 +79,16 @@ class Matcher:
         """Take the next token in.
 
         Raises:
-            GrammarError: the grammar does not allow the token.
+            GrammarError: the grammar has become too large for its limits, or does not allow the token.
         """
-        if not self._matcher.consume_token(token):
-            raise GrammarError(f"token {token} is not in the grammar: {_first_line(self._matcher.get_error())}")
+        if self._matcher.consume_token(token):
+            return
+        if self._allowed and self._allowed[token // 8] >> token % 8 & 1:
+            raise self._too_large()
+        raise GrammarError(f"token {token} is not in the grammar: {_first_line(self._matcher.get_error())}", status=500)
+
+    def _too_large(self) -> GrammarError:
+        return GrammarError(f"the grammar can't be followed further: {_first_line(self._matcher.get_error())}")
 
 
 class Grammars:

@@ -22,7 +22,7 @@ from starlette.routing import Route
 
 from pdjax.router.dispatch import CONNECT_SECONDS, RECOMPUTES, Dispatcher
 from pdjax.router.fan_out import Reply, aborted_of, ask_all, tokens_of
-from pdjax.router.fleet import Fleet, FleetError, Instance, parse_instance
+from pdjax.router.fleet import Fleet, FleetError, Instance, parse_instance, reason_of
 from pdjax.web import ExchangeRoute, HttpError, bind, decode_object, encode_json, error_payload, say
 from pdjax.web import serve as serve_app
 
@@ -54,6 +54,7 @@ class Router:
         for paths, endpoint in (
             (("/health", "/readiness"), self._health),
             (("/v1/models",), self._models),
+            (("/v1/models/{model:path}",), self._model),
             (("/server_info", "/get_server_info"), self._server_info),
             (("/model_info", "/get_model_info"), self._model_info),
             (("/metrics",), self._metrics),
@@ -61,8 +62,9 @@ class Router:
             (("/get_loads",), self._loads),
         ):
             routes += [Route(path, endpoint, methods=["GET"]) for path in paths]
-        for path, endpoint in (("/flush_cache", self._flush_cache), ("/abort_request", self._abort_request)):
-            routes.append(Route(path, endpoint, methods=["POST"]))
+        routes.append(Route("/flush_cache", self._flush_cache, methods=["GET", "POST"]))
+        routes.append(Route("/abort_request", self._abort_request, methods=["POST"]))
+        routes += [Route(path, self._by_any, methods=["POST"]) for path in ("/tokenize", "/detokenize")]
         return Starlette(routes=routes, exception_handlers={HTTPException: _on_http_exception, Exception: _on_error})
 
     async def run(self) -> str | None:
@@ -83,11 +85,32 @@ class Router:
         return Response("OK", media_type="text/plain")
 
     async def _models(self, _: Request) -> Response:
-        names = {each.info["served_model_name"] for each in self._serving() if each.info.get("served_model_name")}
-        data = [
-            {"id": name, "object": "model", "created": self._started, "owned_by": "pdjax"} for name in sorted(names)
+        return _json({"object": "list", "data": self._served()})
+
+    async def _model(self, request: Request) -> Response:
+        name, served = request.path_params["model"], self._served()
+        for model in served:
+            if model["id"] == name:
+                return _json(model)
+        known = ", ".join(repr(model["id"]) for model in served) or "none"
+        return _json(error_payload(404, f"model: {name!r} is not served here; served now: {known}"), 404)
+
+    def _served(self) -> list[dict[str, Any]]:
+        """Models of the instances that serve, with the context that all of a model's instances have room for."""
+        contexts: dict[str, list[int]] = {}
+        for info in (each.info for each in self._serving()):
+            if info.get("served_model_name"):
+                contexts.setdefault(info["served_model_name"], []).append(info.get("max_context") or 0)
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._started,
+                "owned_by": "pdjax",
+                "max_model_len": min(contexts[name]) or None,
+            }
+            for name in sorted(contexts)
         ]
-        return _json({"object": "list", "data": data})
 
     async def _server_info(self, _: Request) -> Response:
         return _json(
@@ -151,6 +174,20 @@ class Router:
         if refusals:
             return _json(error_payload(400, refusals[0].words), 400)
         return _json({"aborted": sum(aborted_of(each) for each in replies)})
+
+    async def _by_any(self, request: Request) -> Response:
+        """What every instance answers alike: the first that serves is asked."""
+        serving = self._serving()
+        if not serving:
+            return _json(error_payload(503, self._fleet.missing() or "no instance serves now"), 503)
+        asked, headers = serving[0], {"content-type": "application/json"}
+        try:
+            async with self._session.post(
+                asked.url + request.url.path, data=await request.body(), headers=headers
+            ) as response:
+                return Response(await response.read(), response.status, media_type="application/json")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return _json(error_payload(502, f"{asked.name} did not answer: {reason_of(error)}"), 502)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})

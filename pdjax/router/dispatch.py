@@ -233,7 +233,9 @@ class Dispatcher:
             try:
                 if response.status >= 300:
                     message = message_of(await response.content.read(ERROR_BODY))
-                    status = response.status if response.status >= 400 else 502
+                    if 400 <= response.status < 500:  # the client's own fault, whoever sees it first
+                        raise HttpError(response.status, message)
+                    status = response.status if response.status >= 500 else 502
                     raise HttpError(status, f"{instance.name} answered {response.status}: {message}")
                 async for _ in response.content.iter_any():
                     pass

@@ -123,12 +123,14 @@ def _others() -> list[tuple[Operation, Handle]]:
         (Operation("GET", ("/health",), "200 if the scheduler answers and the data path works"), _health),
         (Operation("GET", ("/health_generate",), "200 if a token can be made"), _health_generate),
         (Operation("GET", ("/v1/models",), "the served model", answers.ModelList), _models),
+        (Operation("GET", ("/v1/models/{model:path}",), "the served model, by its name", answers.Model), _model),
         (Operation("GET", ("/server_info", "/get_server_info"), "what this instance is", info), _server_info),
         (Operation("GET", ("/model_info", "/get_model_info"), "what is served", answers.ModelInfo), _model_info),
         (Operation("GET", ("/get_load",), "load by scheduler", list[answers.Load]), _load),
         (Operation("GET", ("/metrics",), "Prometheus' text format"), _metrics),
         (Operation("GET", ("/trace",), "what was done lately, as Chrome trace events", answers.Trace), _trace),
         (Operation("POST", ("/flush_cache",), "drop the prefix cache"), _flush_cache),
+        (Operation("GET", ("/flush_cache",), "the same, for SGLang's clients"), _flush_cache),
         (Operation("POST", ("/abort_request",), "stop a request", answers.Aborted, AbortRequest), _abort_request),
         (Operation("POST", ("/tokenize",), "text to ids", answers.Tokenized, TokenizeRequest), _tokenize),
         (Operation("POST", ("/detokenize",), "ids to text", answers.Detokenized, DetokenizeRequest), _detokenize),
@@ -198,14 +200,22 @@ async def _health_generate(service: Service, _: Request) -> Response:
 
 
 async def _models(service: Service, _: Request) -> Response:
-    model = {
+    return json_response({"object": "list", "data": [_served(service)]})
+
+
+async def _model(service: Service, request: Request) -> Response:
+    service.check_model(request.path_params["model"])
+    return json_response(_served(service))
+
+
+def _served(service: Service) -> dict[str, Any]:
+    return {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "pdjax",
         "max_model_len": (service.leader.info or {}).get("max_context"),
     }
-    return json_response({"object": "list", "data": [model]})
 
 
 async def _server_info(service: Service, _: Request) -> Response:

@@ -8,7 +8,7 @@ from typing import Any
 from pdjax.server.chat_request import NEUTRAL, ChatRequest, conversation_text
 from pdjax.server.jobs import Ask, Job, make_jobs, new_rid
 from pdjax.server.logprobs import chat_logprobs
-from pdjax.server.openai_fields import check_common, finish_reason, meta_info, usage
+from pdjax.server.openai_fields import check_common, finish_reason, meta_info, running_usage, usage
 from pdjax.server.output import Output, Top
 from pdjax.server.parse import read
 from pdjax.server.run import Run
@@ -49,7 +49,11 @@ async def _jobs(service: Service, request: ChatRequest, use: ToolUse, rid: str) 
     grammar = response_grammar(request.response_format)
     if grammar is not None and use.grammar is not None:
         raise HttpError(400, "response_format: an answer that must call a tool has no other form; leave one out")
-    limit = request.max_completion_tokens if request.max_completion_tokens is not None else request.max_tokens
+    limit, max_name = request.max_completion_tokens, "max_completion_tokens"
+    if limit is None:
+        limit, max_name = request.max_tokens, "max_tokens"
+    if limit == 0:
+        raise HttpError(400, f"{max_name} must be at least 1, not 0: a chat has nothing else to tell")
     ask = Ask(
         await service.vocabulary.encode(text, special=False),
         rid,
@@ -64,7 +68,7 @@ async def _jobs(service: Service, request: ChatRequest, use: ToolUse, rid: str) 
         [ask],
         bootstrap=request.bootstrap,
         default_max=instance.default_chat_tokens,
-        max_name="max_tokens" if request.max_completion_tokens is None else "max_completion_tokens",
+        max_name=max_name,
     )
 
 
@@ -75,6 +79,7 @@ class _Answer:
         self._vocabulary = service.vocabulary
         self._wants_logprobs = bool(request.logprobs)
         self._wants_usage = request.wants_usage
+        self._wants_running_usage = request.wants_running_usage
         self._use = use
         self._head: dict[str, Any] = {
             "id": rid,
@@ -121,7 +126,7 @@ class _Answer:
                 if self._use.tools:
                     forced = self._use.grammar is not None
                     finders[output.index] = ToolCallFinder(self._use.names, forced=forced)
-                await exchange.write(self._event(output.index, {"role": "assistant", "content": ""}))
+                await exchange.write(self._event(output, {"role": "assistant", "content": ""}))
             finder, text, calls = finders.get(output.index), delta.text, []
             if finder is not None:
                 text = finder.add(text)
@@ -130,10 +135,10 @@ class _Answer:
                     text += rest
             logprobs = self._logprobs(delta.token_ids, delta.logprobs, delta.top_logprobs)
             if text or (logprobs and delta.token_ids):
-                await exchange.write(self._event(output.index, {"content": text}, logprobs))
+                await exchange.write(self._event(output, {"content": text}, logprobs))
             if calls:
                 deltas = [{"index": i} | call.as_openai() for i, call in enumerate(calls)]
-                await exchange.write(self._event(output.index, {"tool_calls": deltas}))
+                await exchange.write(self._event(output, {"tool_calls": deltas}))
             if output.finish is not None:
                 await exchange.write(self._end(output, calls))
         if self._wants_usage:
@@ -141,13 +146,16 @@ class _Answer:
             await exchange.write(event(self._head | {"object": "chat.completion.chunk"} | last))
         await exchange.end(DONE)
 
-    def _event(self, index: int, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **end: Any) -> bytes:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
-        return event(self._head | {"object": "chat.completion.chunk", "choices": [choice]})
+    def _event(
+        self, output: Output, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **end: Any
+    ) -> bytes:
+        choice = {"index": output.index, "delta": delta, "logprobs": logprobs, "finish_reason": None, **end}
+        so_far = {"usage": running_usage(output)} if self._wants_running_usage else {}
+        return event(self._head | {"object": "chat.completion.chunk", "choices": [choice]} | so_far)
 
     def _end(self, output: Output, calls: list[ToolCall]) -> bytes:
         matched = (output.finish or {}).get("matched")
-        return self._event(output.index, {}, finish_reason=_finish_reason(output, calls), matched_stop=matched)
+        return self._event(output, {}, finish_reason=_finish_reason(output, calls), matched_stop=matched)
 
     def _logprobs(self, token_ids: list[int], logprobs: list[float], top: list[Top]) -> dict[str, Any] | None:
         return chat_logprobs(self._vocabulary, token_ids, logprobs, top) if self._wants_logprobs else None

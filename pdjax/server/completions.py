@@ -8,10 +8,10 @@ from typing import Any
 from pdjax.server.jobs import MAX_TOP_LOGPROBS, Ask, Job, make_jobs, new_rid
 from pdjax.server.logprobs import CompletionLogprobs
 from pdjax.server.native import token_prompts
-from pdjax.server.openai_fields import CommonFields, check_common, finish_reason, meta_info, usage
+from pdjax.server.openai_fields import CommonFields, check_common, finish_reason, meta_info, running_usage, usage
 from pdjax.server.output import Output, Top
 from pdjax.server.parse import read
-from pdjax.server.ranges import Samples, TopCount
+from pdjax.server.ranges import AtLeastZero, Samples, TopCount
 from pdjax.server.run import Run
 from pdjax.server.service import Service
 from pdjax.server.structured import response_grammar
@@ -25,6 +25,7 @@ class CompletionRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     """The body of ``/v1/completions``."""
 
     prompt: str | list[str | int | list[int]] | None = None
+    max_tokens: AtLeastZero = None
     echo: bool | None = None
     logprobs: TopCount = None
     best_of: Samples = None
@@ -103,6 +104,7 @@ class _Answer:
 
     def __init__(self, service: Service, request: CompletionRequest, echoes: list[str]) -> None:
         self._wants_usage = request.wants_usage
+        self._wants_running_usage = request.wants_running_usage
         self._echoes = echoes
         self._logprobs = None
         if request.logprobs is not None:
@@ -136,7 +138,8 @@ class _Answer:
                 choice = self._choice(
                     output, delta.text, delta.token_ids, delta.logprobs, delta.top_logprobs, first=first
                 )
-                await exchange.write(event(self._head | {"choices": [choice]}))
+                so_far = {"usage": running_usage(output)} if self._wants_running_usage else {}
+                await exchange.write(event(self._head | {"choices": [choice]} | so_far))
         if self._wants_usage:
             last = {"choices": [], "usage": usage(run.outputs), "meta_info": meta_info(run.outputs)}
             await exchange.write(event(self._head | last))
@@ -175,5 +178,5 @@ class _Answer:
             output.index,
             [*output.job.generate.input_ids, *token_ids],
             [*output.prompt_logprobs, *logprobs],
-            [*output.prompt_top_logprobs, *top] if top else [],
+            [*output.prompt_top_logprobs, *top],
         )

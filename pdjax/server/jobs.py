@@ -80,12 +80,14 @@ class Job:
     Attributes:
         prompt: which of the request's prompts it belongs to.
         sample: which of that prompt's samples it is.
+        prompt_only: no new token is wanted. The engine makes one all the same, which is not told.
     """
 
     generate: wire.Generate
     rules: TextRules
     prompt: int = 0
     sample: int = 0
+    prompt_only: bool = False
 
     @property
     def rid(self) -> str:
@@ -128,7 +130,8 @@ def make_jobs(
 def _job(
     instance: Instance, ask: Ask, prompt: int, sample: int, meeting: wire.Rendezvous | None, default_max: int
 ) -> Job:
-    wanted = 1 if instance.role == "prefill" else ask.sampling.max_new_tokens or default_max
+    limit = default_max if ask.sampling.max_new_tokens is None else ask.sampling.max_new_tokens
+    wanted = 1 if instance.role == "prefill" else max(1, limit)
     engine = for_engine(
         ask.sampling, max_new_tokens=min(wanted, instance.max_context - len(ask.ids)), seed_offset=sample
     )
@@ -145,7 +148,7 @@ def _job(
         deadline_s=ask.deadline_s,
         sample_of=f"{ask.rid}-0" if sample else "",
     )
-    return Job(generate, text_rules(ask.sampling), prompt, sample)
+    return Job(generate, text_rules(ask.sampling), prompt, sample, prompt_only=limit == 0)
 
 
 def new_rid(prefix: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -42,7 +42,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     """`stream_options`."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -97,6 +97,11 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
+    def wants_running_usage(self) -> bool:
+        """Whether each event of a stream tells the usage so far, as vLLM and SGLang have it."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
     def bootstrap(self) -> Bootstrap:
         """Where the request's halves meet."""
         return Bootstrap(self.bootstrap_host, self.bootstrap_port, self.bootstrap_room)
@@ -142,15 +147,16 @@ def finish_reason(output: Output) -> str | None:
 def usage(outputs: Sequence[Output]) -> dict[str, Any]:
     """Token counts of all samples; a prompt counts once, however many samples it has."""
     first = [output for output in outputs if output.job.sample == 0]
-    prompt = sum(output.prompt_tokens for output in first)
-    completion = sum(len(output.token_ids) for output in outputs)
-    cached = sum(output.cached_tokens for output in first)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
+    return _usage(
+        prompt=sum(output.prompt_tokens for output in first),
+        completion=sum(len(output.token_ids) for output in outputs),
+        cached=sum(output.cached_tokens for output in first),
+    )
+
+
+def running_usage(output: Output) -> dict[str, Any]:
+    """Token counts of one sample so far."""
+    return _usage(prompt=output.prompt_tokens, completion=len(output.token_ids), cached=output.cached_tokens)
 
 
 def meta_info(outputs: Sequence[Output]) -> dict[str, Any]:
@@ -158,3 +164,12 @@ def meta_info(outputs: Sequence[Output]) -> dict[str, Any]:
     first = outputs[0]
     meta = {"id": first.job.rid, "e2e_latency": first.seconds}
     return meta if first.timeline is None else meta | {"timeline": first.timeline}
+
+
+def _usage(*, prompt: int, completion: int, cached: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }

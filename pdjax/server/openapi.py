@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ class Operation:
     """What one route does.
 
     Attributes:
-        paths: the path and its other names.
+        paths: the path and its other names, as Starlette has them: `{name:path}` is a variable part.
         summary: a line.
         answer: type of a JSON answer; None for text.
         body: struct of the request's body; None if it takes none.
@@ -47,7 +48,14 @@ def document(operations: Sequence[Operation], *, also: Sequence[type], version: 
             assert operation.body is not None, "neutral values are a body's"
             components[operation.body.__name__]["properties"][name] = {"enum": [*values, None], "default": None}
         for path in operation.paths:
-            paths.setdefault(path, {})[operation.method.lower()] = _describe(operation, schema_of)
+            described = _describe(operation, schema_of)
+            names = re.findall(r"{(\w+)", path)
+            if names:
+                text = {"type": "string"}
+                described["parameters"] = [
+                    {"name": name, "in": "path", "required": True, "schema": text} for name in names
+                ]  # fmt: skip
+            paths.setdefault(path.replace(":path}", "}"), {})[operation.method.lower()] = described
     return {
         "openapi": "3.1.0",
         "info": {"title": "pdjax", "version": version},

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from pdjax import wire
 from pdjax.server.detokenize import Detokenizer
 from pdjax.server.jobs import Job
@@ -73,6 +75,10 @@ class SampleText:
     def add(self, frame: wire.Tokens) -> Delta:
         """Take a frame; sets `output.finish` at the end."""
         output, rules = self.output, self.output.job.rules
+        if output.job.prompt_only:
+            frame = msgspec.structs.replace(frame, token_ids=[], logprobs=[], top_logprobs=[])
+            if frame.finish_reason == "stop":
+                frame = msgspec.structs.replace(frame, finish_reason="length", matched=None)
         output.token_ids += frame.token_ids
         output.logprobs += frame.logprobs
         output.top_logprobs += frame.top_logprobs

@@ -10,7 +10,6 @@ import msgspec
 from pdjax import wire
 from pdjax.server.parse import refuse_unsupported
 from pdjax.server.ranges import (
-    AtLeastOne,
     AtLeastZero,
     MinP,
     Penalty,
@@ -29,12 +28,16 @@ MAX_SAMPLES = 128  # of one prompt
 MAX_BIAS = 100.0
 MAX_REPETITION = 10.0
 MAX_INT32 = 2**31 - 1
+# In float32 a smaller top_p is 0, a larger temperature infinite, and logits over a smaller penalty infinite.
+LEAST_TOP_P = 1e-37
+MOST_TEMPERATURE = 1e37
+LEAST_REPETITION = 1e-30
 
 
 class SamplingFields(msgspec.Struct, forbid_unknown_fields=True):
     """`sampling_params` of ``/generate``, and what the OpenAI routes are translated to. None is the default."""
 
-    max_new_tokens: AtLeastOne = None
+    max_new_tokens: AtLeastZero = None
     min_new_tokens: AtLeastZero = None
     temperature: Temperature = None
     top_p: TopP = None
@@ -85,7 +88,7 @@ def check_sampling(fields: SamplingFields, *, vocabulary_size: int, max_name: st
     refuse_unsupported(fields, NEUTRAL)
     if fields.n is not None and not 1 <= fields.n <= MAX_SAMPLES:
         raise HttpError(400, f"n must lie in 1..{MAX_SAMPLES}, not {fields.n}")
-    _at_least(max_name, fields.max_new_tokens, 1)
+    _at_least(max_name, fields.max_new_tokens, 0)
     _at_least("min_new_tokens", fields.min_new_tokens, 0)
     _at_least("temperature", fields.temperature, 0)
     if fields.top_p is not None and not 0 < fields.top_p <= 1:
@@ -136,16 +139,17 @@ def for_engine(fields: SamplingFields, *, max_new_tokens: int, seed_offset: int 
     """The engine's parameters for checked fields. Samples of one prompt differ by `seed_offset`."""
     seed = seed_of(fields)
     top_k = fields.top_k or 0
+    repetition = 1.0 if fields.repetition_penalty is None else max(fields.repetition_penalty, LEAST_REPETITION)
     return wire.SamplingParams(
         max_new_tokens=max_new_tokens,
         min_new_tokens=min(fields.min_new_tokens or 0, max_new_tokens),
-        temperature=1.0 if fields.temperature is None else fields.temperature,
+        temperature=1.0 if fields.temperature is None else min(fields.temperature, MOST_TEMPERATURE),
         top_k=max(0, top_k),
-        top_p=1.0 if fields.top_p is None else fields.top_p,
+        top_p=1.0 if fields.top_p is None else max(fields.top_p, LEAST_TOP_P),
         min_p=fields.min_p or 0.0,
         stop_token_ids=tuple(fields.stop_token_ids or ()),
         ignore_eos=bool(fields.ignore_eos),
-        repetition_penalty=1.0 if fields.repetition_penalty is None else fields.repetition_penalty,
+        repetition_penalty=repetition,
         presence_penalty=fields.presence_penalty or 0.0,
         frequency_penalty=fields.frequency_penalty or 0.0,
         logit_bias=tuple((int(token), bias) for token, bias in (fields.logit_bias or {}).items()),

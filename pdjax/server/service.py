@@ -43,6 +43,6 @@ class Service:
         return Run(self.leader, self.vocabulary, self.metrics, jobs)
 
     def check_model(self, name: str | None) -> None:
-        """Raise `HttpError` 400 if a request asks for another model."""
+        """Raise `HttpError` 404 if a request asks for another model."""
         if name not in ANY_MODEL and name != self.model_name:
-            raise HttpError(400, f"model: {name!r} is not served here; the model is {self.model_name!r}")
+            raise HttpError(404, f"model: {name!r} is not served here; the model is {self.model_name!r}")

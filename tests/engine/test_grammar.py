@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 from small_engine import EOS, SmallEngine, TinyModel
 
-from pdjax.engine.grammar import Grammars
+from pdjax.engine.grammar import GrammarError, Grammars
 from pdjax.engine.plan import DecodeStep
 from pdjax.models.random import tiny_config, write_random_model
 from pdjax.wire import Failed, Grammar, Tokens
@@ -211,3 +211,23 @@ def test_each_step_waits_for_the_token_that_its_mask_depends_on(make: Callable[.
         del small.engine.runner.dispatch
     decodes = [plan for plan in plans if isinstance(plan, DecodeStep)]
     assert len(decodes) == 9 and all(plan.rows[0].mask and plan.token_ids[0] >= 0 for plan in decodes)
+
+
+def test_a_grammar_that_outgrows_its_limits_is_the_clients_fault(tokenizer: Path) -> None:
+    grammars = Grammars(tokenizer, vocab=260, eos_token_ids=(EOS,), post=lambda compiled: None)
+    matcher = grammars.compile(Grammar("regex", "(a{1000}){1000}"))
+    with pytest.raises(GrammarError, match=r"can't be followed further: .*too many") as caught:
+        for _ in range(10):
+            mask = matcher.mask()
+            matcher.advance(next(token for token in range(260) if mask[token // 8] >> token % 8 & 1))
+    assert caught.value.status == 400
+
+
+def test_a_token_that_no_mask_allowed_is_not(tokenizer: Path) -> None:
+    matcher = Grammars(tokenizer, vocab=260, eos_token_ids=(EOS,), post=lambda compiled: None).compile(
+        Grammar("regex", "ab")
+    )
+    mask = matcher.mask()
+    with pytest.raises(GrammarError, match="is not in the grammar") as caught:
+        matcher.advance(next(token for token in range(260) if not mask[token // 8] >> token % 8 & 1))
+    assert caught.value.status == 500

@@ -151,6 +151,12 @@ def test_a_prefill_error_ends_the_request_at_once_although_decode_waits(router, 
     assert decode.left.wait(PATIENCE)
 
 
+def test_a_clients_own_fault_is_told_alike_whichever_instance_finds_it(router, prefill, decode):
+    prefill.handle, decode.handle = fails(400, "n must lie in 1..128, not 0", once_asked=decode), waits_forever()
+    status, body = router.request("/generate", {"text": "x"})
+    assert (status, message(body)) == (400, "n must lie in 1..128, not 0")
+
+
 def test_a_decode_error_reaches_the_client_as_it_is_and_ends_prefill(router, prefill, decode):
     prefill.handle, decode.handle = waits_forever(), fails(400, "too long", once_asked=prefill)
     status, body = router.request("/generate", {"text": "x"})
@@ -208,7 +214,11 @@ def test_a_client_that_leaves_ends_both_calls(router, prefill, decode, stream):
 
 
 def test_the_routers_own_pages(router, prefill, decode):
-    assert json.loads(router.request("/v1/models")[1])["data"][0]["id"] == "tiny"
+    (model,) = json.loads(router.request("/v1/models")[1])["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", 200)
+    assert json.loads(router.request("/v1/models/tiny")[1]) == model
+    status, body = router.request("/v1/models/org/gpt")
+    assert (status, message(body)) == (404, "model: 'org/gpt' is not served here; served now: 'tiny'")
     info = json.loads(router.request("/server_info")[1])
     assert [each["url"] for each in info["prefill"] + info["decode"]] == [prefill.url, decode.url]
     assert router.request("/get_model_info")[0] == 200

@@ -19,6 +19,14 @@ def test_a_flush_reaches_all_and_a_failure_is_told(router, prefill, decode):
     assert (status, json.loads(body)["workers_flushed"]) == (503, 0)
 
 
+def test_texts_are_tokenised_by_any_instance(router, prefill, decode):
+    long = {"prompt": "word " * 300_000}
+    for path, body in (("/tokenize", {"prompt": "hi"}), ("/detokenize", {"tokens": [5]}), ("/tokenize", long)):
+        status, answer = router.request(path, body)
+        assert (status, json.loads(answer)) == (200, {"path": path, "body": body})
+    assert router.request("/tokenize", {"wrong": 1}) == (400, b"unknown field")
+
+
 def test_loads_are_told_by_instance(router, prefill, decode):
     decode.load = None
     status, body = router.request("/get_loads")

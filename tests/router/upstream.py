@@ -42,7 +42,7 @@ class Upstream:
         self.load: int | None = 40
         self.bodies: list[dict[str, Any]] = []
         self.left = threading.Event()
-        self._info = {"engine_type": role, "served_model_name": "tiny"} | info
+        self._info = {"engine_type": role, "served_model_name": "tiny", "max_context": 200} | info
         if role == "prefill":
             self._info.setdefault("disaggregation_bootstrap_port", 8998)
         self._loop = asyncio.new_event_loop()
@@ -72,6 +72,8 @@ class Upstream:
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/get_load", self._get_load)
         app.router.add_post("/flush_cache", self._flush_cache)
+        app.router.add_post("/tokenize", self._echo)
+        app.router.add_post("/detokenize", self._echo)
         app.router.add_post("/abort_request", self._abort_request)
         for path in ("/generate", "/v1/completions", "/v1/chat/completions"):
             app.router.add_post(path, self._generate)
@@ -105,6 +107,12 @@ class Upstream:
 
     async def _flush_cache(self, _: web.Request) -> web.Response:
         return web.Response(status=self.flush_status, text="flushed")
+
+    async def _echo(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        if "wrong" in body:
+            return web.Response(status=400, text="unknown field")
+        return web.json_response({"path": request.path, "body": body})
 
     async def _abort_request(self, request: web.Request) -> web.Response:
         body = json.loads(await request.read())

@@ -79,8 +79,9 @@ def test_what_an_instance_tells_about_itself(unified):
 
 
 def test_the_prefix_cache_is_flushed_by_the_engine(unified):
-    status, said = unified.post("/flush_cache", {})
-    assert (status, said) == (200, "Cache flushed: 3 pages are free again; running requests hold 1.\n")
+    words = "Cache flushed: 3 pages are free again; running requests hold 1.\n"
+    assert unified.post("/flush_cache", {}) == (200, words)
+    assert unified.get("/flush_cache") == (200, words.encode())
     unified.leader.wait_for(wire.Flush)
 
 

@@ -216,3 +216,15 @@ def test_a_text_that_holds_the_end_mark_does_not_end_the_stream(unified):
     assert status == 200
     assert text.count("data: [DONE]") == 1
     assert unified.events("/generate", {"text": "x", "stream": True})[-1]["text"] == "data: [DONE]"
+
+
+def test_without_new_tokens_a_prompt_is_only_read(unified):
+    body = {"text": ["hi", "ho"], "sampling_params": {"max_new_tokens": 0}, "return_logprob": True}
+    unified.leader.on_generate = lambda request: unified.leader.reply(request, "h")
+    status, answers = unified.post("/generate", body)
+    assert status == 200
+    for answer in answers:
+        assert (answer["text"], answer["output_ids"]) == ("", [])
+        meta = answer["meta_info"]
+        assert (meta["finish_reason"], meta["completion_tokens"]) == ({"type": "length", "length": 0}, 0)
+        assert meta["output_token_logprobs"] == []

@@ -28,4 +28,4 @@ def test_every_field_is_written_down(body):
 def test_every_route_is_written_down():
     for operation in operations():
         for path in operation.paths:
-            assert path in TEXT, path
+            assert path.replace(":path}", "}") in TEXT, path

@@ -65,6 +65,45 @@ def test_echo_puts_the_prompt_first(client, stream):
     assert "".join(texts) == "hi hello world"
 
 
+def test_a_stream_may_tell_its_usage_as_it_goes(client):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    streams = (
+        client.completions.create(model="tiny", prompt="hi", n=2, stream=True, stream_options=options),
+        client.chat.completions.create(model="tiny", messages=HELLO, n=2, stream=True, stream_options=options),
+    )
+    for stream in streams:
+        *pieces, last = stream
+        prompt = last.usage.prompt_tokens
+        assert all(p.usage.prompt_tokens == prompt for p in pieces)
+        assert all(p.usage.total_tokens == prompt + p.usage.completion_tokens for p in pieces)
+        told = [[p.usage.completion_tokens for p in pieces if p.choices[0].index == index] for index in (0, 1)]
+        assert all(each == sorted(each) and each[-1] for each in told)
+        assert sum(each[-1] for each in told) == last.usage.completion_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_can_be_scored_without_a_new_token(client, unified, stream):
+    def score(request: wire.Generate) -> None:
+        best = [[], *([(token, -0.25)] for token in request.input_ids[1:])]
+        logprobs = [None, *([-0.25] * (len(request.input_ids) - 1))]
+        unified.leader.send(
+            wire.Tokens(
+                request.rid, [7], [-1.5], finish_reason="stop", matched=7, top_logprobs=[[(7, -1.5)]],
+                prompt_logprobs=logprobs, prompt_top_logprobs=best,
+            )
+        )  # fmt: skip
+
+    unified.leader.on_generate = score
+    answer = client.completions.create(model="tiny", prompt="hi", max_tokens=0, echo=True, logprobs=1, stream=stream)
+    (piece,) = answer if stream else [answer]
+    (choice,) = piece.choices
+    assert (choice.text, choice.finish_reason) == ("hi", "length")
+    assert choice.logprobs.tokens == ["h", "i"]
+    assert choice.logprobs.token_logprobs == [None, -0.25]
+    assert choice.logprobs.top_logprobs == [None, {"i": -0.25}]
+    assert stream or answer.usage.completion_tokens == 0
+
+
 def test_logprobs_of_a_completion(client):
     logprobs = client.completions.create(model="tiny", prompt="hi", logprobs=1).choices[0].logprobs
     assert logprobs is not None
@@ -126,7 +165,18 @@ def test_stop_strings(client):
 
 
 def test_models(client):
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    (listed,) = client.models.list()
+    assert listed.id == "tiny"
+    assert client.models.retrieve("tiny") == listed
+
+
+def test_a_model_that_is_not_served_is_not_found(client):
+    with pytest.raises(openai.NotFoundError, match="'org/gpt' is not served here; the model is 'tiny'"):
+        client.models.retrieve("org/gpt")
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+        client.completions.create(model="gpt", prompt="x")
+    with pytest.raises(openai.NotFoundError, match="'gpt' is not served here"):
+        client.chat.completions.create(model="gpt", messages=HELLO)
 
 
 @pytest.mark.parametrize("model", [None, "default", "unknown", "tiny"])
@@ -137,9 +187,8 @@ def test_names_that_stand_for_the_served_model(unified, model):
 @pytest.mark.parametrize(
     ("path", "fields", "words"),
     [
-        ("completions", {"model": "gpt"}, "'gpt' is not served here; the model is 'tiny'"),
         ("completions", {"max_token": 3}, "unknown field 'max_token'; did you mean 'max_tokens'?"),
-        ("completions", {"max_tokens": -1}, "max_tokens must be at least 1, not -1"),
+        ("completions", {"max_tokens": -1}, "max_tokens must be at least 0, not -1"),
         ("completions", {"prompt": None}, "prompt: missing"),
         ("completions", {"prompt": ["a", 1]}, "not both"),
         ("completions", {"prompt": ""}, "the prompt is empty"),
@@ -165,6 +214,7 @@ def test_names_that_stand_for_the_served_model(unified, model):
         ("chat/completions", {"response_format": {"type": "json_schema"}}, "json_schema.schema: missing"),
         ("chat/completions", {"response_format": {"type": "json_object"}, "regex": "a"}, "one grammar only"),
         ("chat/completions", {"max_completion_tokens": 0}, "max_completion_tokens must be at least 1"),
+        ("chat/completions", {"max_tokens": 0}, "max_tokens must be at least 1"),
         ("chat/completions", {"stop": ["x"] * 17}, "17 stop strings"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pdjax import wire
@@ -27,8 +28,7 @@ def refusal(**fields) -> str:
         ({"min_p": -1}, "min_p"),
         ({"top_k": -2}, "top_k"),
         ({"top_k": 2**31}, "top_k"),
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"max_new_tokens": -5}, "max_new_tokens must be at least 1, not -5"),
+        ({"max_new_tokens": -5}, "max_new_tokens must be at least 0, not -5"),
         ({"min_new_tokens": -1}, "min_new_tokens"),
         ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens (5) is over max_new_tokens (4)"),
         ({"stop": ["x"] * 17}, "17 stop strings"),
@@ -80,6 +80,18 @@ def test_penalties_and_biases_reach_the_engine():
     assert for_engine(fields, max_new_tokens=128) == wire.SamplingParams(
         frequency_penalty=0.5, presence_penalty=-1, repetition_penalty=1.2, logit_bias=((7, -100), (8, 2.5))
     )
+
+
+def test_what_float32_can_not_hold_is_cut_to_what_it_can():
+    fields = SamplingFields(top_p=1e-300, temperature=1e300, repetition_penalty=1e-300)
+    check_sampling(fields, vocabulary_size=1)
+    sampling = for_engine(fields, max_new_tokens=1)
+    with np.errstate(all="raise"):
+        values = (sampling.top_p, sampling.temperature, sampling.repetition_penalty)
+        top_p, temperature, penalty = (np.float32(value) for value in values)
+        assert top_p > 0
+        assert np.float32(100) / temperature > 0
+        assert np.isfinite(np.float32(1000) / penalty)
 
 
 @pytest.mark.parametrize(
