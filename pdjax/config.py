@@ -85,12 +85,13 @@ class Cache:
         True, "keep the pages of ended requests for those that begin with the same text, until they are needed"
     )
     host_pages: int = _option(0, "pages of host memory for requests that must leave a full pool for a while; where one "
-                                 "would need more it fails with status 503; 0: as many as it takes")  # fmt: skip
+                                 "would need more its tokens are computed again; 0: as many as it takes; "
+                                 "-1: none")  # fmt: skip
 
     def __post_init__(self) -> None:
         _require(self.page_size >= 1 and self.page_size & (self.page_size - 1) == 0, "page_size must be a power of two")
         _require(self.pages == 0 or self.pages >= 2, "pages must be at least 2: page 0 takes padding")
-        _require(self.host_pages >= 0, "host_pages must be 0 or more")
+        _require(self.host_pages >= -1, "host_pages must be -1 or more")
 
 
 @dataclass(frozen=True)

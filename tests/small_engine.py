@@ -69,7 +69,14 @@ class SmallEngine:
     """An `Engine` in the unified role with its inbox and all that it has emitted."""
 
     def __init__(
-        self, tiny: TinyModel, *, pages: int = POOL_PAGES, queued: int = 10_000, check: bool = True, **more: Any
+        self,
+        tiny: TinyModel,
+        *,
+        pages: int = POOL_PAGES,
+        host_pages: int = 0,
+        queued: int = 10_000,
+        check: bool = True,
+        **more: Any,
     ) -> None:
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.emitted: list[ToFrontend] = []
@@ -79,7 +86,7 @@ class SmallEngine:
             runner=tiny.runner,
             scheduler=Scheduler(prefill_tokens=tiny.prefill_tokens, eos_token_ids=(EOS,)),
             pages=pages,
-            limits=Limits(tiny.max_context, tiny.rows, queued),
+            limits=Limits(tiny.max_context, tiny.rows, queued, host_pages),
             eos_token_ids=(EOS,),
             emit=lambda *messages: self.emitted.extend(messages),
             make_role=Unified,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pdjax.engine.demand import Demand, fits
@@ -17,11 +18,14 @@ class Admission:
 
     Who is out of the pool comes back first: meanwhile no request of the same priority or less is let in. Those that are
     being moved here go on.
+
+    Args:
+        requeue: see `Retraction`.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, requeue: Callable[[Request], None]) -> None:
         self._engine = engine
-        self.retraction = Retraction(engine, requeue=_computes_no_prompt)
+        self.retraction = Retraction(engine, requeue)
         self._refused: tuple[Request | None, int, int] = (None, 0, 0)
 
     def poll(self) -> None:
@@ -31,7 +35,7 @@ class Admission:
 
     def reserve(self, request: Request, *, share: bool) -> int | None:
         """Give a request the pages of its prompt and of its first steps in its dp rank, with `share` what is cached of
-        it first.
+        it first. Of one that is computed again, its tokens so far are the prompt.
 
         Returns how many pages, from the first on, hold the prompt already; or None: not now.
         """
@@ -46,10 +50,9 @@ class Admission:
             return None
         self._refused = asked
         engine.publish_prompts()
-        # It begins with one output token, so these are what it needs before it can be put out.
-        held = engine.spec.pages(min(request.prompt_tokens + 2, request.max_tokens))
-        cached = request.prompt_tokens // engine.spec.page_size if share else 0
-        known = engine.prefix.ranks[rank].known(request.input_ids, cached)
+        held = engine.spec.pages(request.tokens_to_begin)
+        cached = len(request.prefill_ids) // engine.spec.page_size if share else 0
+        known = engine.prefix.ranks[rank].known(request.prefill_ids, cached)
         running, moving = self._inside(rank)
         moving.append(self._demand(request, held, known))
         if not fits(engine.prefix.rank_capacity, running=running, moving=moving):
@@ -80,7 +83,3 @@ class Admission:
         outputs = generated + fixed if fixed else engine.lengths.expected(generated, request.sampling.max_new_tokens)
         likely = engine.spec.pages(request.prompt_tokens + outputs - 1)
         return Demand(held=held, shared=frozenset(shared), expected=min(max(likely, held), most), most=most)
-
-
-def _computes_no_prompt(request: Request) -> None:
-    raise AssertionError(f"a decode instance was computing the prompt of {request.rid}")

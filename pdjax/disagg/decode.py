@@ -27,6 +27,7 @@ from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
 from pdjax.transfer.staging import Slots, pool_pages
+from pdjax.wire import Rendezvous
 
 
 class Decode:
@@ -63,7 +64,7 @@ class Decode:
         self._emptying = Tally()  # slots that some process has yet to copy out, over the processes
         self._free_when_empty: set[int] = set()
         self._link_timeout = timeouts.link
-        self._admission = Admission(engine)
+        self._admission = Admission(engine, self._compute_again)
         self._alone = Alone(self._begin)
         self._timelines: dict[str, RoomTimeline] = {}  # by request id, until the prompt is here
         self._instance = DecodeInstance(self, registration=registration, timeouts=timeouts)
@@ -72,26 +73,45 @@ class Decode:
 
     def submit(self, request: Request) -> None:
         """The client's half of a room has come."""
-        rendezvous = request.rendezvous
-        if rendezvous is None:
+        if request.rendezvous is None:
             self._engine.fail(request, 400, "a decode instance needs bootstrap_room: send requests through a router")
-            return
+        elif request.alone:
+            self._alone.push(request)
+        else:
+            request.dp_rank = follow_bootstrap_room(request.rendezvous.room, self._layout)
+            self._timelines[request.rid] = RoomTimeline(request.arrived)
+            self._open_room(request, request.rendezvous, follows=request.sample_of)
+
+    def _compute_again(self, request: Request) -> None:
+        """A request has lost its pages: its prefill instance computes them again, in another room of the same number,
+        which stands for the same dp ranks."""
         if request.alone:
             self._alone.push(request)
             return
-        request.dp_rank = follow_bootstrap_room(rendezvous.room, self._layout)
-        self._timelines[request.rid] = RoomTimeline(request.arrived)
+        now, tokens = self._engine.clock(), len(request.prefill_ids)
+        self._timelines[request.rid] = RoomTimeline(now)
+        if tokens > messages.MOST_TOKENS:
+            self.fail(
+                request.rid, 503, f"it has {tokens} tokens, over the {messages.MOST_TOKENS} that fit into a message"
+            )
+            return
+        assert request.rendezvous is not None, "only requests with a room are let in"
+        self._open_room(request, request.rendezvous, tokens=messages.pack_tokens(request.prefill_ids))
+
+    def _open_room(self, request: Request, rendezvous: Rendezvous, *, follows: str = "", tokens: bytes = b"") -> None:
+        ids = request.prefill_ids
         ask = DecodeAsk(
             rid=request.rid,
             room=rendezvous.room,
             host=rendezvous.host,
             port=rendezvous.port,
-            prompt_tokens=request.prompt_tokens,
-            prompt_digest=messages.prompt_digest(request.input_ids),
-            pages=self._state.pages(request.prompt_tokens),
+            prompt_tokens=len(ids),
+            prompt_digest=messages.prompt_digest(ids),
+            pages=self._state.pages(len(ids)),
             priority=request.priority,
             arrived=request.arrived,
-            follows=request.sample_of,
+            follows=follows,
+            tokens=tokens,
         )
         self._instance.submit(ask, self._engine.clock())
 
@@ -202,7 +222,7 @@ class Decode:
             return None
         timeline = self._timelines[rid]
         timeline.reserved, timeline.reused_tokens = engine.clock(), filled * engine.spec.page_size
-        engine.trace.request("alloc wait", request, request.arrived, engine.clock())
+        engine.trace.request("alloc wait", request, timeline.arrived, engine.clock())
         return filled * self._layout.cp
 
     def holds_test(self, number: int) -> bool:
@@ -231,7 +251,7 @@ class Decode:
             return False
         slot = self._slots.take()
         assert slot is not None, "there is a free one"
-        pages = request.pages[: self._engine.spec.pages(request.prompt_tokens)]
+        pages = request.pages[: self._engine.spec.pages(len(request.prefill_ids))]
         self._copy(slot, ZeroPages(slot, request.dp_rank, pages))
         self.free_slot(slot)
         self._engine.start_decoding(request, OutputToken(request.input_ids[-1], 0.0))
@@ -248,17 +268,24 @@ class Decode:
         """Decode from the first token on."""
         request, timeline = self._engine.requests[rid], self._timelines.pop(rid)
         timeline.met = met
-        request.computed = request.prompt_tokens
-        request.prompt_logprobs = [logprob for part in prompt for logprob in part.logprobs]
-        request.prompt_top = [best for part in prompt for best in part.top]
-        request.cached_tokens = handoff.cached_tokens
-        request.timeline.update(timeline.summary(handoff))
+        request.computed = len(request.prefill_ids)
+        if not request.output_ids:  # of one that was computed again, all of this has been told
+            request.prompt_logprobs = [logprob for part in prompt for logprob in part.logprobs]
+            request.prompt_top = [best for part in prompt for best in part.top]
+            request.cached_tokens = handoff.cached_tokens
+            request.timeline.update(timeline.summary(handoff))
         self._engine.start_decoding(request, OutputToken(handoff.first_token, handoff.logprob, handoff.top))
 
     def fail(self, rid: str, status: int, reason: str) -> None:
         """Tell the client."""
         self._timelines.pop(rid, None)
-        self._engine.fail(self._engine.requests[rid], status, reason)
+        request = self._engine.requests[rid]
+        if request.output_ids:
+            status = 503
+            reason = (
+                f"there was no room to keep the request while others went on, nor could it be computed again: {reason}"
+            )
+        self._engine.fail(request, status, reason)
 
     def say(self, text: str) -> None:
         """To the log."""

@@ -24,6 +24,7 @@ from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
 from pdjax.transfer.staging import Slots, pool_pages
+from pdjax.wire import Rendezvous, SamplingParams
 
 
 class Prefill:
@@ -204,6 +205,13 @@ class Prefill:
     def free_slot(self, slot: int) -> None:
         """Give it back."""
         self._slots.free(slot)
+
+    def rebootstrap(self, rid: str, room: int, token_ids: list[int], priority: int) -> tuple[int, str] | None:
+        """Like a request of the frontend, which does not know this one and passes over what it is told of it."""
+        one = SamplingParams(max_new_tokens=1, temperature=0.0)
+        request = Request(rid, token_ids, one, seed=0, rendezvous=Rendezvous("", 0, room), priority=priority)
+        request.dp_rank = follow_bootstrap_room(room, self._layout)
+        return self._engine.accept(request)
 
     def begin_prompt(self, rid: str) -> int | None:
         """Pages, and a place in the scheduler."""

@@ -165,11 +165,14 @@ class Engine:
         return self.prefix.has_free_row
 
     def start_decoding(self, request: Request, token: OutputToken) -> None:
-        """Hand out a request's first token and go on with it."""
+        """Hand out a request's first token and go on with it. One that was computed again has its tokens: it goes on
+        from the newest of them."""
+        self.scheduler.add_running(request)
+        if request.output_ids:
+            return
         now = self.clock()
         request.timeline["first_token_s"] = now - request.arrived
         self.trace.request("first token", request, request.arrived, now)
-        self.scheduler.add_running(request)
         frame = self._append(request, token)
         if frame is not None:
             self.emit(frame)
@@ -180,35 +183,37 @@ class Engine:
         self.emit(tokens_frame(request, token, finish))
 
     def begin_prompt(self, request: Request, *, spare: int = 0, rank: int | None = None) -> bool:
-        """Give a request the pages of its prompt, cached ones first. False: there are too few now.
+        """Give a request the pages that it begins with, cached ones first. False: there are too few now.
 
         `rank` is the dp rank that it belongs to; None: the least loaded. The last prompt token is always computed: the
         first output token is picked from its logits. `spare` pages remain available.
         """
         self.publish_prompts()
         page_size = self.spec.page_size
-        pages = self.spec.pages(request.prompt_tokens)
-        cached = (request.prompt_tokens - 1) // page_size if request.use_cache else 0
+        pages = self.spec.pages(request.tokens_to_begin)
+        cached = (len(request.prefill_ids) - 1) // page_size if request.use_cache else 0
         found = self.give_pages(request, pages, cached=cached, spare=spare, rank=rank)
         if found is None:
             return False
-        request.computed = request.cached_tokens = found * page_size
+        request.computed = found * page_size
+        if not request.output_ids:
+            request.cached_tokens = request.computed
         return True
 
     def publish_prompts(self) -> None:
         """Let newcomers use what there is of the prompts of those here: so requests that come together share."""
         for other in self.requests.values():
             if other.pages:
-                self.prefix.publish(other.rid, other.input_ids[: other.computed], other.pages)
+                self.prefix.publish(other.rid, other.prefill_ids[: other.computed], other.pages)
 
     def give_pages(
         self, request: Request, pages: int, *, cached: int, spare: int = 0, rank: int | None = None
     ) -> int | None:
         """Give a request its first pages, at most `cached` of them from the prefix cache; `spare` remain available.
 
-        Returns how many are, and so hold its prompt's beginning already, or None: there are too few pages now.
+        Returns how many are, and so hold its first tokens already, or None: there are too few pages now.
         """
-        grant = self.prefix.begin(request.rid, request.input_ids, pages=pages, cached=cached, spare=spare, rank=rank)
+        grant = self.prefix.begin(request.rid, request.prefill_ids, pages=pages, cached=cached, spare=spare, rank=rank)
         if grant is None:
             return None
         request.dp_rank, request.pages = grant.rank, grant.pages
@@ -304,7 +309,8 @@ class Engine:
             case _:
                 self.role.on_event(item)
 
-    def _submit(self, request: Request) -> None:
+    def accept(self, request: Request) -> tuple[int, str] | None:
+        """Take a request in, for its role to go on with. Returns status and sentence if it can't be taken."""
         problem = refusal(
             request,
             limits=self.limits,
@@ -314,15 +320,19 @@ class Engine:
             vocab=self.runner.vocab,
             grammars=self._grammars is not None,
         )
+        if problem is None:
+            request.arrived = self.clock()
+            self.requests[request.rid] = request
+            if request.deadline_s is not None:
+                heapq.heappush(self._deadlines, (request.arrived + request.deadline_s, request.rid))
+        return problem
+
+    def _submit(self, request: Request) -> None:
+        problem = self.accept(request)
         if problem is not None:
             self._counters["failed_requests"] += 1
             self.emit(Failed(request.rid, *problem))
-            return
-        request.arrived = self.clock()
-        self.requests[request.rid] = request
-        if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.arrived + request.deadline_s, request.rid))
-        if request.sampling.grammar is not None and self._grammars is not None:
+        elif request.sampling.grammar is not None and self._grammars is not None:
             self._compiled += 1
             self._compiling[self._compiled] = request
             self._grammars.request(self._compiled, request.sampling.grammar)
@@ -409,7 +419,7 @@ class Engine:
             request = flight.requests[0]
             if self.requests.get(request.rid) is not request:
                 return
-            if request.wants_prompt_logprobs:
+            if request.wants_prompt_logprobs and not request.output_ids:
                 known, top = ([None], [[]]) if step.start == 0 else (request.prompt_logprobs, request.prompt_top)
                 request.prompt_logprobs = [*known, *result.prompt_logprobs]
                 request.prompt_top = [*top, *result.prompt_top]

@@ -13,7 +13,7 @@ from pdjax.wire import MAX_FRAME
 
 @dataclass(frozen=True)
 class Limits:
-    """What one instance takes on; see `pdjax.config.Engine`, `Cache` and `Disagg`. 0 host pages: no bound."""
+    """What one instance takes on; see `pdjax.config.Engine`, `Cache` and `Disagg`. 0 host pages: no bound; -1: none."""
 
     max_context: int
     max_running_requests: int

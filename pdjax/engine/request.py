@@ -37,8 +37,8 @@ class Request:
     use_cache: bool = True  # whether pages of the prefix cache may stand for the prompt's
     dp_rank: int = 0  # whose pages it has
     pages: list[int] = field(default_factory=list)
-    computed: int = 0  # prompt tokens whose keys and values are in the pages
-    cached_tokens: int = 0  # of `computed`, those that the prefix cache had when the request was admitted
+    computed: int = 0  # of `prefill_ids`, those whose keys and values are in the pages
+    cached_tokens: int = 0  # of the prompt, those that the prefix cache had when the request was admitted
     output_ids: list[int] = field(default_factory=list)
     pending: int = 0  # output tokens that the device has picked or will pick, and that are not in `output_ids` yet
     top_logprobs: int = 0
@@ -50,9 +50,16 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     timeline: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = field(init=False)
+    prefill_ids: list[int] = field(init=False)  # what is computed before it decodes: its prompt; see also `start_over`
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.input_ids)
+        self.prefill_ids = self.input_ids
+
+    def start_over(self) -> None:
+        """Its pages are gone. All its tokens but the newest, which the next step computes, are computed again."""
+        self.prefill_ids = self.input_ids + self.output_ids[:-1]
+        self.computed = 0
 
     @classmethod
     def from_wire(cls, message: Generate) -> Request:
@@ -87,12 +94,17 @@ class Request:
         return self.prompt_tokens + self.sampling.max_new_tokens - 1
 
     @property
+    def tokens_to_begin(self) -> int:
+        """How many it must have room for to decode: two steps are planned before the first of them is read."""
+        return min(len(self.prefill_ids) + 2, self.max_tokens)
+
+    @property
     def computed_ids(self) -> list[int]:
         """The tokens, from the first on, whose keys and values are in the pages."""
         if self.alone:
             return []  # there may be zeros
-        if not self.output_ids:
-            return self.input_ids[: self.computed]
+        if not self.output_ids or self.computed < len(self.prefill_ids):
+            return self.prefill_ids[: self.computed]
         return (self.input_ids + self.output_ids)[: self.next_position]
 
     @property

@@ -1,8 +1,8 @@
 """When the pool is too small: who decodes and is weakest leaves it for a while, and goes on later where it was.
 
 Requests get their pages as they grow. When no page is left for one of them, the weakest (see `standing`) is
-*retracted*: one that decodes is copied to host memory, one whose prompt is being computed goes back to its role's
-queue. If host memory is bounded (`Limits.host_pages`) and full, a request that decodes fails instead, and is told why.
+*retracted*: one that decodes is copied to host memory. One whose prompt is being computed goes back to its role, which
+has it computed again; and so does one that decodes if host memory is bounded (`Limits.host_pages`) and full.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Retraction:
     """The requests that are out of the pool, and what puts them out and brings them back.
 
     Args:
-        requeue: takes a request that had to give back the pages of a prompt that was not yet computed.
+        requeue: takes a request that had to give back its pages, to have its `prefill_ids` computed from the start.
     """
 
     def __init__(self, engine: Engine, requeue: Callable[[Request], None]) -> None:
@@ -38,7 +38,7 @@ class Retraction:
         self._page_size = engine.spec.page_size
         self._out: dict[str, _Out] = {}
         self._host = HostPages(engine.runner)
-        self._counters = dict.fromkeys(("retractions", "resumed_requests"), 0)
+        self._counters = dict.fromkeys(("retractions", "resumed_requests", "rebootstraps"), 0)
 
     @property
     def out(self) -> list[Request]:
@@ -125,18 +125,13 @@ class Retraction:
         decodes = request.rid in engine.scheduler.running
         pages = request.pages[: engine.spec.pages(request.next_position)]
         bound = engine.limits.host_pages
-        if decodes and bound and self._host_pages() + len(pages) > bound:
-            reason = (
-                f"the pool of {engine.prefix.rank_capacity} pages is full, and so are the {bound} pages of host memory "
-                "for requests that have to leave it; try again later"
-            )
-            engine.fail(request, 503, reason)
-            return
+        kept = decodes and (not bound or self._host_pages() + len(pages) <= bound)
         self._counters["retractions"] += 1
+        self._counters["rebootstraps"] += decodes and not kept
         engine.scheduler.remove(request.rid)
-        if decodes:
+        if kept:
             self._out[request.rid] = _Out(request, self._host.save(pages, request.dp_rank))
         engine.give_back_pages(request)
-        if not decodes:
-            request.computed = 0
+        if not kept:
+            request.start_over()
             self._requeue(request)

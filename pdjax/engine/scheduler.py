@@ -63,7 +63,7 @@ class Scheduler:
             self._budget = self._prefill_tokens
         if self.prefilling:
             request = self.prefilling[0]
-            tokens = min(request.prompt_tokens - request.computed, self._prefill_tokens)
+            tokens = min(len(request.prefill_ids) - request.computed, self._prefill_tokens)
             if not self.running or tokens <= self._budget:
                 self._budget -= tokens
                 return self._prefill_step(request, request.computed + tokens)
@@ -80,17 +80,19 @@ class Scheduler:
         """Note a computed prefill step. Returns the request if its prompt is complete; it then leaves the queue."""
         request = next(request for request in self.prefilling if request.rid == step.row.rid)
         request.computed = step.end
-        if request.computed < request.prompt_tokens:
+        if request.computed < len(request.prefill_ids):
             return None
         self.prefilling.remove(request)
         return request
 
     def _prefill_step(self, request: Request, end: int) -> PrefillStep:
+        # What is computed again has its next token already.
+        new, ids = not request.output_ids, request.prefill_ids
         return PrefillStep(
-            row=self._row(request, picks=end == request.prompt_tokens),
-            token_ids=request.input_ids[request.computed : end],
+            row=self._row(request, picks=new and end == len(ids)),
+            token_ids=ids[request.computed : end],
             start=request.computed,
-            targets=request.input_ids[request.computed + 1 : end + 1] if request.wants_prompt_logprobs else [],
+            targets=ids[request.computed + 1 : end + 1] if new and request.wants_prompt_logprobs else [],
         )
 
     def _decode_step(self, requests: list[Request]) -> DecodeStep:

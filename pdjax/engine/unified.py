@@ -56,7 +56,8 @@ class Unified:
 
     def prompt_done(self, request: Request, step: PrefillStep, token: OutputToken) -> None:
         """Decode here."""
-        request.timeline["prefill_s"] = self._engine.clock() - request.arrived - request.timeline["queue_s"]
+        prefill_s = self._engine.clock() - request.arrived - request.timeline["queue_s"]
+        request.timeline.setdefault("prefill_s", prefill_s)
         self._engine.start_decoding(request, token)
 
     def problem(self) -> str | None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import heapq
+from typing import Any
+
 import numpy as np
 import pytest
-from close_pair import ClosePair
+from close_pair import HOST, PORT, ClosePair
 from small_engine import PAGE, SmallEngine
 
 from pdjax.disagg.protocol import messages
-from pdjax.wire import Failed, Tokens
+from pdjax.net.events import LinkDown, LinkFailed
+from pdjax.wire import NO_PARTNER, Abort, Failed, Generate, Rendezvous, SamplingParams, Tokens
 
 TIGHT = 25
 
@@ -45,9 +50,11 @@ def unified(models, requests: dict[str, tuple[list[int], dict]]) -> dict[str, li
 
 
 @pytest.mark.parametrize("allocation", [messages.EARLY, messages.PREFILL_COMPLETE])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_who_had_to_leave_the_pool_gets_the_tokens_that_a_unified_instance_gives(models, allocation, temperature):
-    pair = models.pair(pages=TIGHT, allocation=allocation)
+@pytest.mark.parametrize(("temperature", "host_pages"), [(0.0, 0), (1.0, 0), (1.0, -1), (0.0, 6)])
+def test_who_had_to_leave_the_pool_gets_the_tokens_that_a_unified_instance_gives(
+    models, allocation, temperature, host_pages
+):
+    pair = models.pair(pages=TIGHT, allocation=allocation, host_pages=host_pages)
     teach(pair, 4)
     requests = {
         str(number): (ids, {"tokens": 20 + 3 * number, "temperature": temperature, "seed": number})
@@ -57,7 +64,9 @@ def test_who_had_to_leave_the_pool_gets_the_tokens_that_a_unified_instance_gives
         pair.send(rid, ids, **options)
     pair.run()
     assert {rid: pair.ids(rid) for rid in requests} == unified(models, requests)
-    assert pair.stats()["retractions_total"] == pair.stats()["resumed_requests_total"] > 0
+    stats, again = pair.stats(), pair.prefill.engine.stats()["rebootstraps_total"]
+    assert stats["retractions_total"] == stats["resumed_requests_total"] + again > 0
+    assert stats["rebootstraps_total"] == again and (again > 0) == (host_pages != 0)
     assert all(len(frame.token_ids) == 1 for rid in requests for frame in pair.frames(rid))
 
 
@@ -108,15 +117,104 @@ def test_one_that_is_out_can_be_aborted(models):
     assert sorted(ends) == sorted({str(number) for number in range(6)} - {gone})
 
 
-def test_without_room_in_host_memory_a_request_fails_and_says_so(models):
-    pair = models.pair(pages=TIGHT, host_pages=1)
+def without_host_memory(models, **options: Any) -> ClosePair:
+    """A pair that has just begun to compute a request again."""
+    pair = models.pair(pages=TIGHT, host_pages=-1)
     teach(pair, 4)
     for number, ids in enumerate(prompts(9, 6)):
-        pair.send(str(number), ids, 50)
+        pair.send(str(number), ids, 50, **options)
+    while not again(pair):
+        pair.turn()
+    return pair
+
+
+def again(pair: ClosePair) -> list[str]:
+    """Requests that have lost their pages and have none yet that they could decode from."""
+    engine = pair.decode.engine
+    return [
+        rid for rid, request in engine.requests.items() if request.output_ids and rid not in engine.scheduler.running
+    ]
+
+
+def test_what_is_computed_again_is_told_and_sampled_as_if_it_had_stayed(models):
+    options: dict[str, Any] = {"temperature": 1, "repetition_penalty": 1.3, "presence_penalty": 0.4, "top_logprobs": 2,
+                               "frequency_penalty": 0.2, "min_new_tokens": 45, "ignore_eos": False}  # fmt: skip
+    roomy = models.pair()
+    for number, ids in enumerate(prompts(9, 6)):
+        roomy.send(str(number), ids, 50, prompt_logprobs=True, **options)
+    roomy.run()
+    tight = without_host_memory(models, prompt_logprobs=True, **options)
+    tight.run()
+    for rid in map(str, range(6)):
+        for before, after in zip(roomy.frames(rid), tight.frames(rid), strict=True):
+            assert (before.token_ids, before.finish_reason) == (after.token_ids, after.finish_reason)
+            assert before.logprobs == pytest.approx(after.logprobs, abs=1e-4)
+            assert [[id for id, _ in top] for top in before.top_logprobs] == [
+                [id for id, _ in top] for top in after.top_logprobs
+            ]
+            assert len(before.prompt_logprobs) == len(after.prompt_logprobs)
+        timeline = tight.frames(rid)[-1].timeline
+        assert timeline is not None and timeline["queue_s"] + timeline["prefill_s"] <= timeline["first_token_s"]
+
+
+@pytest.mark.parametrize("who", ["the prefill instance has no place for it", "nobody listens there any more"])
+def test_a_request_that_cannot_be_computed_again_fails_and_says_why(models, who):
+    pair = without_host_memory(models)
+    if who == "nobody listens there any more":
+        decode = pair.decode
+        refused = LinkFailed(f"{HOST}:{PORT}", "connection refused", gone=True)
+        decode.connect = lambda *_: decode.inbox.put(refused)  # type: ignore[method-assign]
+        decode.inbox.put(LinkDown(f"{HOST}:{PORT}", "the peer has died", gone=True))
+        pair.prefill.inbox.put(LinkDown(f"{HOST}:{PORT}", "the peer has died", gone=True))
+        words = "connection refused"
+    else:
+        limits = pair.prefill.engine.limits
+        pair.prefill.engine.limits = dataclasses.replace(limits, max_running_requests=0, max_queued_requests=0)
+        words = "requests are waiting already"
+    while pair.decode.engine.requests:
+        pair.turn()
+    for rid in pair.prefill.engine.requests:  # as a router does
+        pair.abort(rid)
     pair.run()
-    failed = [message for message in pair.decode.emitted if isinstance(message, Failed)]
-    assert failed and all(f.status == 503 and "1 pages of host memory" in f.message for f in failed)
+    failed = [message for message in pair.decode.emitted if isinstance(message, Failed) and pair.ids(message.rid)]
+    assert failed and all(f.status == 503 and "nor could it be computed again: " in f.message for f in failed)
+    assert any(words in f.message for f in failed)
     assert len(failed) < 6, "the strongest has gone on"
+
+
+@pytest.mark.parametrize("turns", range(0, 12, 2))
+@pytest.mark.parametrize("how", ["abort", "deadline"])
+def test_one_that_is_computed_again_can_end_meanwhile(models, turns, how):
+    pair = without_host_memory(models, deadline_s=1e4)
+    [gone] = again(pair)
+    for _ in range(turns):
+        pair.turn()
+    if gone in again(pair):
+        if how == "abort":
+            pair.decode.inbox.put(Abort(gone, "the client left"))
+        else:
+            request = pair.decode.engine.requests[gone]
+            pair.decode.engine._deadlines.append((request.arrived - 1, gone))
+            request.deadline_s = -1
+            heapq.heapify(pair.decode.engine._deadlines)
+        pair.run()
+        failure = pair.failure(gone)
+        assert failure is None if how == "abort" else failure is not None and failure.status == 504
+    pair.run()
+    ended = [m.rid for m in pair.decode.emitted if isinstance(m, Tokens) and m.finish_reason is not None]
+    assert {str(number) for number in range(6)} - {gone} <= set(ended) and len(set(ended)) == len(ended)
+
+
+def test_a_health_check_that_loses_its_pages_begins_again_by_itself(models):
+    pair = models.pair(pages=TIGHT, host_pages=-1, reserved_decode_tokens=PAGE)
+    pair.send("large", [1] * 40, 40)
+    while not pair.ids("large"):
+        pair.turn()
+    alone = Rendezvous(NO_PARTNER, 0, 0)
+    pair.decode.inbox.put(Generate("health", [0], SamplingParams(max_new_tokens=90, ignore_eos=True), alone))
+    pair.run()
+    assert len(pair.ids("health")) == 90 and len(pair.ids("large")) == 40
+    assert pair.stats()["rebootstraps_total"] > pair.prefill.engine.stats()["rebootstraps_total"] == 0
 
 
 def test_a_prompt_that_can_never_fit_is_refused_on_the_side_whose_pool_it_is(models):

@@ -486,3 +486,80 @@ def test_prompts_get_pages_by_priority_and_one_at_a_time_among_equals() -> None:
     instance.cancel("urgent", "the client left", 0.0)
     instance.tick(0.0)
     assert begun == ["a", "urgent", "b"]
+
+
+class Takes(PrefillHost):
+    """Notes what it is to compute again. `refusal`: why it can't."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken: dict[str, list[int]] = {}
+        self.refusal: tuple[int, str] | None = None
+
+    def rebootstrap(self, rid: str, room: int, token_ids: list[int], priority: int) -> tuple[int, str] | None:
+        if self.refusal is None:
+            self.taken[rid] = token_ids
+        return self.refusal
+
+    def begin_prompt(self, rid: str) -> int:
+        return 0
+
+    def close_path(self, link: str) -> None:
+        assert link == "in"
+
+
+TEXT = [5, 6, 7, 8]
+
+
+def rebootstrap(instance: PrefillInstance, generation: int = 77, digest: bytes = messages.prompt_digest(TEXT)) -> None:
+    """What a decode instance asks when it can't keep a request."""
+    tokens = messages.pack_tokens(TEXT)
+    again = messages.Rebootstrap(3, generation, len(TEXT), digest, first_page=1, tokens=tokens, priority=1)
+    instance.frame("in", messages.encode(again), 0.0)
+    instance.tick(0.0)
+
+
+def test_what_is_to_be_computed_again_needs_no_request_and_goes_where_it_is_wanted() -> None:
+    host = Takes()
+    instance = prefill(host)
+    rebootstrap(instance)
+    [(rid, taken)] = host.taken.items()
+    assert taken == TEXT
+    instance.computing(rid, 0, 4, 0.0)
+    instance.prompt_done(rid, 9, -0.5, [], 0, 0.0)
+    assert [type(message) for message in host.sent] == [messages.SlotRequest, messages.Handoff]
+    assert instance.stats()["rebootstraps_total"] == 1
+    instance.frame("in", messages.encode(messages.Abort(3, 77, 499, "the client left")), 0.0)
+    assert rid in host.failed and host.sent[-1] == messages.AbortAck(3, 77) and instance.stats()["rooms"] == 0
+
+
+@pytest.mark.parametrize("why", ["no place", "in use", "claimed", "a second time", "not what was said"])
+def test_what_cannot_be_computed_again_is_refused_in_words_and_harms_nobody(why: str) -> None:
+    host = Takes()
+    instance = prefill(host)
+    words = "is in use by another request"
+    if why == "no place":
+        host.refusal, words = (429, "9 requests are waiting already"), "9 requests are waiting already"
+    elif why == "in use":
+        instance.submit(PrefillAsk("r", 3, 4, b"d"), 0.0)
+    elif why == "claimed":
+        instance.frame("in", messages.encode(messages.Claim(3, 1, 4, b"d")), 0.0)
+    elif why == "a second time":
+        rebootstrap(instance, generation=1)
+    else:
+        words = "have different prompts"
+    rooms = instance.stats()["rooms"]
+    rebootstrap(instance, digest=b"another" if why == "not what was said" else messages.prompt_digest(TEXT))
+    abort, acknowledgement = host.sent[-2:]
+    assert isinstance(abort, messages.Abort) and words in abort.reason and abort.generation == 77
+    assert acknowledgement == messages.AbortAck(3, 77)
+    assert instance.stats()["rooms"] == rooms and "r" not in host.failed
+
+
+def test_the_end_of_a_link_ends_what_is_computed_again_for_it() -> None:
+    host = Takes()
+    instance = prefill(host)
+    rebootstrap(instance)
+    instance.link_down("in", "the peer has died", 0.0)
+    assert list(host.failed) == list(host.taken) and instance.stats()["rooms"] == 0
+    instance.check_integrity()

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import Rank
+from pdjax.net.link import MAX_BODY
 from pdjax.transfer.layout import Layout
 
 SPEC = StateSpec("kv", 30, 3, 64, 16, "float32")
@@ -27,6 +28,18 @@ def registration(role: str = "prefill", **changes: object) -> messages.Registrat
 def test_any_msgpack_reads_our_messages() -> None:
     read = msgpack.unpackb(messages.encode(messages.SlotGrant(1 << 62, 7, 3, 2)))
     assert read == {"type": "slot_grant", "room": 1 << 62, "generation": 7, "chunk": 3, "slot": 2}
+
+
+@given(st.lists(st.integers(0, 2**32 - 1)), st.binary(max_size=3))
+def test_tokens_come_as_they_were_packed(token_ids: list[int], more: bytes) -> None:
+    packed = messages.pack_tokens(token_ids)
+    assert messages.unpack_tokens(packed + more) == token_ids
+    assert packed == b"".join(token.to_bytes(4, "little") for token in token_ids)
+
+
+def test_the_longest_rebootstrap_fits_into_a_message_of_a_link() -> None:
+    tokens = bytes(4 * messages.MOST_TOKENS)
+    assert len(messages.encode(messages.Rebootstrap(1 << 62, 1 << 62, 1 << 30, bytes(8), tokens=tokens))) <= MAX_BODY
 
 
 @given(st.binary(max_size=64))

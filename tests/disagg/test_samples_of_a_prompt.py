@@ -87,11 +87,13 @@ def test_samples_outlive_a_first_one_that_fails(models) -> None:
     assert ended == {"r-1", "r-2", "r-3"}
 
 
-def test_samples_that_must_leave_a_tight_pool_keep_their_tokens(models) -> None:
-    pair = models.pair(pages=25)
+@pytest.mark.parametrize("host_pages", [0, -1])
+def test_samples_that_must_leave_a_tight_pool_keep_their_tokens(models, host_pages: int) -> None:
+    pair = models.pair(pages=25, host_pages=host_pages)
     for _ in range(10):
         pair.decode.engine.lengths.add(2)
     send(pair, text(30), 50)
     pair.run()
     assert pair.stats()["retractions_total"] > 0
+    assert (pair.stats()["rebootstraps_total"] > 0) == (host_pages < 0)
     assert [pair.ids(f"r-{sample}") for sample in range(SAMPLES)] == unified(models, text(30), 50)

@@ -134,12 +134,12 @@ def test_others_in_the_batch_keep_their_tokens(make: Callable[..., SmallEngine])
     assert together.ids("free") == alone.ids("free")
 
 
-@pytest.mark.parametrize("pages", [257, 21])
+@pytest.mark.parametrize(("pages", "host_pages"), [(257, 0), (21, 0), (21, -1)])
 def test_a_led_answer_survives_retraction_and_is_the_plain_loops(
-    make: Callable[..., SmallEngine], pages: int, byte_of: dict[int, int]
+    make: Callable[..., SmallEngine], pages: int, host_pages: int
 ) -> None:
     answers = []
-    for options in ({"pages": 257, "overlap": False}, {"pages": pages}):
+    for options in ({"pages": 257, "overlap": False}, {"pages": pages, "host_pages": host_pages}):
         small = make(**options)
         for seed in range(4):
             small.send(
@@ -149,6 +149,7 @@ def test_a_led_answer_survives_retraction_and_is_the_plain_loops(
         run(small)
         answers.append([small.ids(name.format(seed)) for seed in range(4) for name in ("{}", "free {}")])
     assert answers[0] == answers[1]
+    assert (small.engine.stats()["rebootstraps_total"] > 0) == (host_pages < 0)
 
 
 @pytest.mark.parametrize(

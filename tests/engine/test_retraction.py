@@ -20,31 +20,58 @@ def prompts(seed: int, count: int, longest: int = 40) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "host_pages"), [(0.0, 0), (1.0, 0), (0.0, -1), (1.0, 6)])
 def test_in_a_tight_pool_every_request_gets_the_tokens_of_a_roomy_one(
-    tiny: TinyModel, prefix_cache: bool, temperature: float
+    tiny: TinyModel, prefix_cache: bool, temperature: float, host_pages: int
 ) -> None:
     outputs = []
     for pages in (ROOMY, TIGHT):
-        small = SmallEngine(tiny, pages=pages, prefix_cache=prefix_cache)
+        small = SmallEngine(tiny, pages=pages, host_pages=host_pages, prefix_cache=prefix_cache)
         for number, ids in enumerate(prompts(3, 12)):
             small.send(str(number), ids, 20 + 3 * number, temperature=temperature, seed=number)
         small.run()
         outputs.append([small.ids(str(number)) for number in range(12)])
-        retractions = small.engine.stats()["retractions_total"]
-        assert (retractions > 0) == (pages == TIGHT)
+        stats = small.engine.stats()
+        assert (stats["retractions_total"] > 0) == (pages == TIGHT)
+        assert (stats["rebootstraps_total"] > 0) == (pages == TIGHT and host_pages != 0)
+        assert (stats["resumed_requests_total"] > 0) == (pages == TIGHT and host_pages >= 0)
     assert outputs[0] == outputs[1]
     assert [len(ids) for ids in outputs[1]] == [20 + 3 * number for number in range(12)]
 
 
-def test_tokens_are_told_once_each_across_a_retraction(tiny: TinyModel) -> None:
-    small = SmallEngine(tiny, pages=TIGHT)
+@pytest.mark.parametrize(("host_pages", "back"), [(0, "resumed_requests_total"), (-1, "rebootstraps_total")])
+def test_tokens_are_told_once_each_across_a_retraction(tiny: TinyModel, host_pages: int, back: str) -> None:
+    small = SmallEngine(tiny, pages=TIGHT, host_pages=host_pages)
     for number, ids in enumerate(prompts(5, 8)):
         small.send(str(number), ids, 50)
     small.run()
-    assert small.engine.stats()["retractions_total"] == small.engine.stats()["resumed_requests_total"] > 0
+    assert small.engine.stats()["retractions_total"] == small.engine.stats()[back] > 0
     for number in range(8):
         assert [len(frame.token_ids) for frame in small.frames(str(number))] == [1] * 50
+
+
+def test_what_is_computed_again_is_told_and_sampled_as_if_it_had_stayed(tiny: TinyModel) -> None:
+    """Penalties count prompt and output apart, logprobs of the prompt come once, its length and cached part stay."""
+    frames = []
+    for pages in (ROOMY, TIGHT):
+        small = SmallEngine(tiny, pages=pages, host_pages=-1)
+        for number, ids in enumerate(prompts(3, 6, longest=20)):
+            small.send(
+                str(number), ids, 50, temperature=1.0, seed=number, repetition_penalty=1.3, presence_penalty=0.4,
+                frequency_penalty=0.2, logit_bias=((7, 2.0),), min_new_tokens=45, ignore_eos=False, top_logprobs=2,
+                prompt_logprobs=number % 2 == 0,
+            )  # fmt: skip
+        small.run()
+        frames.append([frame for number in range(6) for frame in small.frames(str(number))])
+    assert small.engine.stats()["rebootstraps_total"] > 0
+    for roomy, tight in zip(*frames, strict=True):
+        assert (roomy.rid, roomy.token_ids, roomy.finish_reason) == (tight.rid, tight.token_ids, tight.finish_reason)
+        assert roomy.logprobs == pytest.approx(tight.logprobs, abs=1e-4)
+        assert [[id for id, _ in top] for top in roomy.top_logprobs] == [
+            [id for id, _ in top] for top in tight.top_logprobs
+        ]
+        assert len(roomy.prompt_logprobs) == len(tight.prompt_logprobs)
+        assert tight.cached_tokens == 0
 
 
 def test_one_request_may_fill_the_whole_pool(tiny: TinyModel) -> None:
@@ -102,10 +129,13 @@ def test_a_request_that_is_out_can_be_aborted_and_can_expire(tiny: TinyModel) ->
 @given(
     requests=st.lists(st.tuples(st.integers(1, 57), st.integers(1, 39), st.integers(0, 2)), min_size=1, max_size=14),
     seed=st.integers(0, 3),
+    host_pages=st.sampled_from([0, 6, -1]),
 )
-def test_every_request_ends_whatever_the_mix(tiny: TinyModel, requests: list[tuple[int, int, int]], seed: int) -> None:
+def test_every_request_ends_whatever_the_mix(
+    tiny: TinyModel, requests: list[tuple[int, int, int]], seed: int, host_pages: int
+) -> None:
     """Prompts from a few texts, so that they share; together far more than the pool holds."""
-    small = SmallEngine(tiny, pages=TIGHT)
+    small = SmallEngine(tiny, pages=TIGHT, host_pages=host_pages)
     text = np.random.default_rng(seed).integers(0, 256, 60).tolist()
     for number, (length, tokens, priority) in enumerate(requests):
         small.send(str(number), text[:length], tokens, priority=priority)

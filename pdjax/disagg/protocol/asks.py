@@ -15,6 +15,7 @@ PREFILL_COUNTERS = (
     "refused_links",
     "hung_peers",
     "failed_path_tests",
+    "rebootstraps",
 )
 
 DECODE_COUNTERS = (
@@ -49,6 +50,7 @@ class DecodeAsk(msgspec.Struct, frozen=True, gc=False):
     """The client's half of a room. `host` and `port`: where its prefill leader takes links. `pages` hold the prompt.
 
     `follows` is another request with the same prompt: while that one's is on its way, this one waits to share it.
+    `tokens`: the prompt, of a request that is computed again and has no half on the prefill side; see `Rebootstrap`.
     """
 
     rid: str
@@ -61,6 +63,7 @@ class DecodeAsk(msgspec.Struct, frozen=True, gc=False):
     priority: int = 0
     arrived: float = 0.0
     follows: str = ""
+    tokens: bytes = b""
 
     @property
     def link(self) -> str:

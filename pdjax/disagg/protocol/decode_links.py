@@ -108,6 +108,8 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
             ask.pages,
             has_pages=job.has_pages,
             first_page=job.first_page,
+            tokens=ask.tokens,
+            priority=ask.priority,
         )
         self._do(job.room, job.room.reserved(claim, now), now)
 

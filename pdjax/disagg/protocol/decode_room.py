@@ -14,7 +14,7 @@ from pdjax.disagg.protocol.timers import NEVER
 
 
 class Reserved(msgspec.Struct, frozen=True, gc=False):
-    """What a room is claimed with. `has_pages`: the request's pages are reserved, too."""
+    """What a room is claimed with. `has_pages`: the request's pages are reserved, too. `tokens`: see `Rebootstrap`."""
 
     link: str
     generation: int
@@ -23,6 +23,8 @@ class Reserved(msgspec.Struct, frozen=True, gc=False):
     pages: int  # that hold the prompt
     has_pages: bool = True
     first_page: int = 0  # of these, the first that is not filled already
+    tokens: bytes = b""
+    priority: int = 0
 
 
 MAX_RESENDS = 2  # of one chunk
@@ -86,8 +88,10 @@ class DecodeRoom:
         self.waits_for, self.has_pages = "", told.has_pages
         self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
         self.deadline = now + self.timeouts.waiting
-        claim = wire.Claim(self.room, told.generation, told.prompt_tokens, told.prompt_digest, told.first_page)
-        return [Send(told.link, claim)]
+        claim = self.room, told.generation, told.prompt_tokens, told.prompt_digest, told.first_page
+        if told.tokens:
+            return [Send(told.link, wire.Rebootstrap(*claim, tokens=told.tokens, priority=told.priority))]
+        return [Send(told.link, wire.Claim(*claim))]
 
     def pages_found(self, now: float) -> None:
         """A room that was claimed without pages has them now."""

@@ -50,6 +50,11 @@ class PrefillHost(Host, Protocol):
         """Disconnect it; open writes end, in failure."""
         ...
 
+    def rebootstrap(self, rid: str, room: int, token_ids: list[int], priority: int) -> tuple[int, str] | None:
+        """Take in a request for these tokens' keys and values, whose end nobody is told. Returns status and sentence if
+        it can't be taken."""
+        ...
+
     def begin_prompt(self, rid: str) -> int | None:
         """Give a request the pages of its prompt and queue it for computing. Returns how many of its pages the prefix
         cache had, or None: there is no room now."""

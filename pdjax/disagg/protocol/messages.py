@@ -7,6 +7,7 @@ arrive before them.
 from __future__ import annotations
 
 import hashlib
+import struct
 
 import msgspec
 
@@ -14,9 +15,10 @@ from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.topology import Rank, incomplete
 from pdjax.transfer.layout import Layout, LayoutError, plan
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
 EARLY, PREFILL_COMPLETE = "early", "prefill_complete"
+MOST_TOKENS = 1_000_000  # of a `Rebootstrap`, to stay under a link's largest message
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="type"):
@@ -35,6 +37,17 @@ class Claim(Message, frozen=True, tag="claim"):
     prompt_tokens: int
     prompt_digest: bytes
     first_page: int = 0
+
+
+class Rebootstrap(Claim, frozen=True, kw_only=True, tag="rebootstrap"):
+    """Decode to prefill: a claim that brings its own prompt, of a request that is generating here and has lost its
+    pages. Compute these tokens for me; nobody but me waits for them, and I have the token that comes next.
+
+    `tokens` has 4 bytes each, little-endian.
+    """
+
+    tokens: bytes
+    priority: int = 0
 
 
 class SlotRequest(Message, frozen=True, tag="slot_request"):
@@ -111,7 +124,7 @@ class PathFailed(msgspec.Struct, frozen=True, tag_field="type", tag="path_failed
     reason: str
 
 
-RoomMessage = Claim | SlotRequest | SlotGrant | PromptLogprobs | Handoff | Complete | Abort | AbortAck
+RoomMessage = Claim | Rebootstrap | SlotRequest | SlotGrant | PromptLogprobs | Handoff | Complete | Abort | AbortAck
 LinkMessage = RoomMessage | Heartbeat | Refused | PathTest | PathFailed
 
 
@@ -220,8 +233,18 @@ def _parse(decoder: msgspec.msgpack.Decoder, body: bytes):
 
 def prompt_digest(input_ids: list[int]) -> bytes:
     """8 bytes that differ when two sides have tokenised a prompt differently."""
-    packed = b"".join(token.to_bytes(4, "little") for token in input_ids)
-    return hashlib.blake2b(packed, digest_size=8).digest()
+    return hashlib.blake2b(pack_tokens(input_ids), digest_size=8).digest()
+
+
+def pack_tokens(token_ids: list[int]) -> bytes:
+    """4 bytes each, little-endian."""
+    return struct.pack(f"<{len(token_ids)}I", *token_ids)
+
+
+def unpack_tokens(packed: bytes) -> list[int]:
+    """Undo `pack_tokens`; bytes beyond the last whole token are left out."""
+    count = len(packed) // 4
+    return list(struct.unpack(f"<{count}I", packed[: 4 * count]))
 
 
 def mismatch(prefill: Registration, decode: Registration) -> str | None:

@@ -155,7 +155,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         if peer is None:
             return
         message = self._hear(link, body, peer, now)
-        if isinstance(message, messages.Claim):
+        if isinstance(message, messages.Rebootstrap):
+            self._rebootstrap(link, peer, message, now)
+        elif isinstance(message, messages.Claim):
             self._claimed(link, peer, message, now)
         elif isinstance(message, messages.Message):
             self._received(link, message, now)
@@ -221,9 +223,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         if claim.room not in self._rooms:
             ended = self._tombstones.take(claim.room, claim.prompt_digest, now)
             if ended is not None:
-                abort = messages.Abort(claim.room, claim.generation, ended.status, ended.reason)
-                self._host.send(link, messages.encode(abort))
-                self._host.send(link, messages.encode(messages.AbortAck(claim.room, claim.generation)))
+                self._refuse(link, claim, ended.status, ended.reason)
                 return
         room = self._room(claim.room)
         if room.generation is None:
@@ -231,6 +231,28 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
             if len(peer.rooms) == 1:
                 self._busy(peer, now)
         self._do(room, room.received(link, claim, now), now)
+
+    def _rebootstrap(self, link: str, peer: _Peer, claim: messages.Rebootstrap, now: float) -> None:
+        """Both halves of a room in one: its request is made here."""
+        rid, token_ids = f"rebootstrap-{claim.room}-{claim.generation}", messages.unpack_tokens(claim.tokens)
+        if claim.room in self._rooms:
+            refused = 409, f"room {claim.room} is in use by another request"
+        else:
+            refused = self._host.rebootstrap(rid, claim.room, token_ids, claim.priority)
+        if refused is not None:
+            self._refuse(link, claim, *refused)
+            return
+        self.counters["rebootstraps"] += 1
+        digest = messages.prompt_digest(token_ids)
+        self.submit(PrefillAsk(rid, claim.room, len(token_ids), digest, claim.priority, now), now)
+        self._claimed(link, peer, claim, now)
+
+    def _refuse(self, link: str, claim: messages.Claim, status: int, reason: str) -> None:
+        for message in (
+            messages.Abort(claim.room, claim.generation, status, reason),
+            messages.AbortAck(claim.room, claim.generation),
+        ):
+            self._host.send(link, messages.encode(message))
 
     def _received(self, link: str, message: messages.RoomMessage, now: float) -> None:
         room = self._rooms.get(message.room)

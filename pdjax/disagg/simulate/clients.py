@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections import Counter
 
 TEXTS = 4  # that several requests begin with
-MOST_PAGES = 16  # more than a prompt has
+MOST_PAGES = 24  # more than a prompt and what is generated after it have
 ENDS = 2 * TIMEOUTS.alloc + 2 * TIMEOUTS.link + TIMEOUTS.bootstrap  # all that a room may wait for once
 
 # A reason that a client is told must be true: each goes with what must have happened.
@@ -70,6 +70,7 @@ class Room:
     text: int = 0  # requests of one text begin alike, for `common` pages
     common: int = 0
     follows: int = 0  # the request that this is one more sample of
+    leaves: int = 0  # how often it loses its pages while it generates, and is computed again
     contested: bool = False
     aborted: bool = False
     halves: int = 2  # 1: only one of them is ever sent
@@ -83,10 +84,12 @@ class Room:
     decode_end: str | None = None
 
     tokens: list[int] = field(init=False)  # the prompt, one a page: those that requests share, and its own
+    outputs: list[int] = field(init=False)  # what it generates before it leaves
 
     def __post_init__(self) -> None:
         text, own = self.text * MOST_PAGES, (int.from_bytes(self.digest, "big") + TEXTS) * MOST_PAGES
         self.tokens = [*range(text, text + self.common), *range(own + self.common, own + self.pages)]
+        self.outputs = list(range(own + self.pages, own + self.pages + self.growth))
 
     def again(self, id: int, number: int) -> Room:
         """Another request for the same."""
@@ -145,6 +148,12 @@ class Clients:
         """By kind."""
         return self.world.faults
 
+    def computed_again(self, number: int, tokens: list[int]) -> Room:
+        """What a decode instance asks a prefill instance for, and no client."""
+        room = Room(0, number, b"", 0, 0, pages=len(tokens), cached_pages=0, growth=0, generates=0.0)
+        room.tokens = tokens
+        return room
+
     def request(self, prefill: int, decode: int, *, plain: bool = False) -> Room:
         """A client asks. Unless `plain`, it may do so in one of the wrong ways."""
         draw = self.random
@@ -164,6 +173,7 @@ class Clients:
             priority=int(draw.random() < 0.2),
             text=text,
             common=common,
+            leaves=draw.randint(1, 2) if not plain and draw.random() < 0.1 else 0,
             final=plain,
         )
         if not plain and draw.random() < 0.08:
@@ -238,8 +248,8 @@ class Clients:
             self._end(room, side, "was aborted: the instance is not there", 503)
             return
         # Each chunk that lands starts the wait for the next one anew.
-        chunks = -(-room.pages // self.settings.slot_pages) + 1
-        bound = ENDS + (chunks + 2) * TIMEOUTS.waiting + room.generates
+        chunks = -(-(room.pages + room.growth) // self.settings.slot_pages) + 1
+        bound = (1 + room.leaves) * (ENDS + (chunks + 2) * TIMEOUTS.waiting + room.generates)
         if room.follows:
             bound += TIMEOUTS.alloc + TIMEOUTS.waiting
         self._open[room.id, side] = (life, room)
@@ -352,7 +362,8 @@ class Clients:
         path = self.disturbed_links or self.faults["write"] > 0 or self.faults["damage"] > 2
         allowed = {
             SELF_MADE: ended_elsewhere,
-            CONTEST: room.contested,
+            # That its first prompt has come may not be known when it is to be computed again.
+            CONTEST: room.contested or (room.leaves > 0 and (self.faults["frame"] > 0 or self.disturbed_links)),
             LINK: path,
             DAMAGE: self.faults["damage"] > 2,
             TEST: path,

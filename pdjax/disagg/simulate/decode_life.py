@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -41,10 +42,12 @@ class DecodeLife(Life):
         self._content: list[dict[int, int | None]] = [{} for _ in range(self.layout.ranks)]
         self._places = [self.layout.places(SPEC, dp_rank) for dp_rank in range(self.layout.dp)]
         self._decoding: set[str] = set()
+        self._texts: dict[str, list[int]] = {}  # what the pages of a request are to hold before it decodes
+        self._left: Counter[str] = Counter()  # how often a request has lost its pages
 
     def submit(self, room: Room, rid: str) -> None:
         """A request comes."""
-        self.rooms[rid] = room
+        self.rooms[rid], self._texts[rid] = room, room.tokens
         ask = DecodeAsk(
             rid, room.number, f"p{room.prefill}", 1, room.pages, room.digest, room.pages, room.priority, self.now,
             follows=f"r{room.follows}",
@@ -134,10 +137,10 @@ class DecodeLife(Life):
 
     def reserve(self, rid: str, *, share: bool) -> int | None:
         """See `DecodeHost`."""
-        room = self.rooms[rid]
-        cached = room.pages if share else 0
+        room, text = self.rooms[rid], self._texts[rid]
+        cached = len(text) if share else 0
         rank = follow_bootstrap_room(room.number, self.layout)
-        grant = self.prefix.begin(rid, room.tokens, pages=room.pages + room.growth, cached=cached, rank=rank)
+        grant = self.prefix.begin(rid, text, pages=len(text) + room.growth, cached=cached, rank=rank)
         if grant is None:
             return None
         self._granted[rid] = grant
@@ -159,7 +162,7 @@ class DecodeLife(Life):
             raise Violation(f"{self.name} scatters into pages that {rid} shares with others", room.number)
         arrival, landed = self._arrived[slot], self.slots.content[slot]
         plan = plan_of_room(SPEC, arrival.layout, self.layout, room.number)
-        chunk = Chunk(first_page, pages, room.pages)
+        chunk = Chunk(first_page, pages, len(self._texts[rid]))
         lacking: set[int] = set()  # ranks
         parts: list[tuple[int, range]] = []
         for number, transfer in enumerate(plan.transfers(chunk)):
@@ -183,20 +186,37 @@ class DecodeLife(Life):
     ) -> None:
         """See `DecodeHost`: the pages must hold what a prefill of this very prompt, or one that begins alike, has
         computed."""
-        room = self.rooms[rid]
-        grant = self._granted[rid]
+        room, grant, text = self.rooms[rid], self._granted[rid], self._texts[rid]
         for place in self._places[grant.rank]:
-            mine = slice(place.page_class, room.pages, self.layout.cp)
+            mine = slice(place.page_class, len(text), self.layout.cp)
             held = list(map(self._content[place.rank].get, grant.pages[mine]))
-            if held != room.tokens[mine]:
+            if held != text[mine]:
                 raise Violation(
                     f"{self.name} decodes {rid} from pages that are not its own, on rank {place.rank}: it has {held} "
-                    f"for {room.tokens[mine]}", room.number
+                    f"for {text[mine]}", room.number
                 )  # fmt: skip
-        self.prefix.publish(rid, room.tokens, grant.pages)
-        self.clients.decode_started(room, rid)
+        self.prefix.publish(rid, text, grant.pages)
+        if not self._left[rid]:
+            self.clients.decode_started(room, rid)
         self._decoding.add(rid)
-        self.world.after(room.generates, self.receive, self._generated, rid)
+        then = self._lose_pages if self._left[rid] < room.leaves else self._generated
+        self.world.after(room.generates, self.receive, then, rid)
+
+    def _lose_pages(self, rid: str) -> None:
+        """There is no room for it, and no host memory: it is computed again."""
+        if rid not in self._decoding:
+            return
+        room, grant = self.rooms[rid], self._granted.pop(rid)
+        self.clients.faults["pages lost"] += 1
+        self._decoding.discard(rid)
+        self._left[rid] += 1
+        self.prefix.end(rid, self._texts[rid], grant.pages)
+        text = self._texts[rid] = room.tokens + room.outputs
+        ask = DecodeAsk(
+            rid, room.number, f"p{room.prefill}", 1, len(text), messages.prompt_digest(text), len(text), room.priority,
+            self.now, tokens=messages.pack_tokens(text),
+        )  # fmt: skip
+        self.machine.submit(ask, self.now)
 
     def _generated(self, rid: str) -> None:
         room = self.rooms.get(rid)
@@ -212,6 +232,8 @@ class DecodeLife(Life):
         self.clients.decode_ended(room, rid, reason, status)
 
     def _forget(self, rid: str) -> None:
+        self._texts.pop(rid, None)
+        self._left.pop(rid, None)
         grant = self._granted.pop(rid, None)
         if grant is not None:
             # What its growth would have written is nobody's prompt; nor is that of one which has not begun.

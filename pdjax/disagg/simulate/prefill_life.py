@@ -86,6 +86,11 @@ class PrefillLife(Life):
         if link.path:
             self.world.close_path(link, by_death=False)
 
+    def rebootstrap(self, rid: str, room: int, token_ids: list[int], priority: int) -> tuple[int, str] | None:
+        """See `PrefillHost`."""
+        self.rooms[rid] = self.clients.computed_again(room, token_ids)
+        return None
+
     def begin_prompt(self, rid: str) -> int | None:
         """See `PrefillHost`."""
         room = self.rooms[rid]
@@ -148,13 +153,15 @@ class PrefillLife(Life):
         """See `PrefillHost`."""
         room = self.rooms.pop(rid)
         self._forget(room, rid)
-        self.clients.prefill_ended(room, rid, None)
+        if room.id:
+            self.clients.prefill_ended(room, rid, None)
 
     def fail(self, rid: str, status: int, reason: str) -> None:
         """See `Host`."""
         room = self.rooms.pop(rid)
         self._forget(room, rid)
-        self.clients.prefill_ended(room, rid, reason, status)
+        if room.id:
+            self.clients.prefill_ended(room, rid, reason, status)
 
     def _pool(self, room: Room) -> Pages:
         return self.pages[follow_bootstrap_room(room.number, self.layout)]
