@@ -1,10 +1,10 @@
-"""How fast are gather and scatter, against memcpy of the same bytes?
+"""How fast are gather and scatter, against memcpy of the same bytes? And the checksum of a slot?
 
 Each case moves scattered pages of a pool [30 layers, page, 8 heads, K|V, slot, 64] into a staging slot and back. Speeds
-count bytes read and written; gather, scatter and memcpy take turns, and each figure is the median of its turns. The
-ratio of a kernel is its speed over memcpy's. From some size on (about 200 MB with glibc) memcpy changes to stores that
-bypass the caches, and is nearly twice as fast; the C++ kernels always store so from 4 MB on, XLA's plain ones (--plain)
-never do.
+count bytes read and written, of a checksum those read; gather, scatter, memcpy and checksum take turns, and each figure
+is the median of its turns. The ratio of a kernel is its speed over that of memcpy. From some size on (about 200 MB with
+glibc) memcpy changes to stores that bypass the caches, and is nearly twice as fast; the C++ kernels always store so
+from 4 MB on, those of XLA (--plain) never do.
 
     python bench/repack.py [--json] [--plain] [--rounds 9]
 """
@@ -24,6 +24,7 @@ import numpy as np
 
 from pdjax.kernels import gather_pages, native, scatter_pages
 from pdjax.launch.cache_folder import cache_root
+from pdjax.transfer.staging import checksum_of
 
 LAYERS, HEADS, HEAD_DIM = 30, 8, 64
 SLOT_PAGES = 64
@@ -40,6 +41,7 @@ class Row:
     pages: int
     mbytes: float
     memcpy_gbps: float
+    checksum_gbps: float
     gather_gbps: float
     scatter_gbps: float
     gather_us: float
@@ -76,7 +78,10 @@ class Case:
         def memcpy() -> None:
             np.copyto(target, source)
 
-        seconds = _medians([gather, scatter, memcpy], rounds)
+        def checksum() -> None:
+            checksum_of(self.staging.unsafe_buffer_pointer(), source.nbytes)
+
+        seconds = _medians([gather, scatter, memcpy, checksum], rounds)
         if self._addresses() != self.addresses:
             raise RuntimeError(
                 "the pool or the staging slot has moved: an update was a copy, and the figures mean nothing"
@@ -89,6 +94,7 @@ class Case:
             pages=pages,
             mbytes=round(source.nbytes / 1e6, 2),
             memcpy_gbps=round(moved / seconds[2], 2),
+            checksum_gbps=round(source.nbytes / 1e9 / seconds[3], 2),
             gather_gbps=round(moved / seconds[0], 2),
             scatter_gbps=round(moved / seconds[1], 2),
             gather_us=round(seconds[0] * 1e6, 1),
@@ -145,12 +151,13 @@ def main() -> None:
         print(json.dumps({"bench": "repack", "rows": [asdict(row) for row in rows], "ratios": ratios(rows)}))
         return
     print(f"{jax.default_backend()}: {LAYERS} layers, {HEADS} heads of {HEAD_DIM}; GB/s read + written (us a call)")
-    print(f"{'dtype':8} {'page':>4} {'heads':>5} {'pages':>5} {'MB':>8} {'memcpy':>7} {'gather':>18} {'scatter':>18}")
+    columns = f"{'dtype':8} {'page':>4} {'heads':>5} {'pages':>5} {'MB':>8}"
+    print(f"{columns} {'memcpy':>7} {'gather':>18} {'scatter':>18} {'sum':>6}")
     for row in rows:
         gather, scatter = f"{row.gather_gbps} ({row.gather_us})", f"{row.scatter_gbps} ({row.scatter_us})"
         print(
             f"{row.dtype:8} {row.page_size:4} {row.heads:5} {row.pages:5} {row.mbytes:8} {row.memcpy_gbps:7} "
-            f"{gather:>18} {scatter:>18}"
+            f"{gather:>18} {scatter:>18} {row.checksum_gbps:6}"
         )
     print("worst of the whole slots:", ", ".join(f"{name} {value}" for name, value in ratios(rows).items()))
 

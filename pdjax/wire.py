@@ -69,6 +69,7 @@ class Generate(msgspec.Struct, frozen=True, tag_field="type", tag="generate"):
     priority: int = 0  # higher goes first; equals by arrival
     deadline_s: float | None = None  # seconds from arrival until the request fails, wherever it is
     sample_of: str = ""  # another request with the same prompt, of which this is one more sample
+    dp_rank: int | None = None  # the dp rank that the client wants it on
 
 
 class Abort(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):

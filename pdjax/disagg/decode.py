@@ -78,7 +78,11 @@ class Decode:
         elif request.alone:
             self._alone.push(request)
         else:
-            request.dp_rank = follow_bootstrap_room(request.rendezvous.room, self._layout)
+            try:
+                request.dp_rank = follow_bootstrap_room(request.rendezvous.room, self._layout, request.wanted_rank)
+            except ValueError as error:
+                self._engine.fail(request, 400, f"data_parallel_rank: {error}")
+                return
             self._timelines[request.rid] = RoomTimeline(request.arrived)
             self._open_room(request, request.rendezvous, follows=request.sample_of)
 
@@ -163,6 +167,10 @@ class Decode:
         """A decode instance computes no prompt."""
         raise AssertionError("a decode instance has prefilled")
 
+    def waits_for(self, request: Request) -> str:
+        """What its room waits for; later on, its pages."""
+        return self._instance.waits_for(request.rid) or ("" if request.pages else "free pages")
+
     def problem(self) -> str | None:
         """A data path that fails its tests."""
         return self._instance.problem(self._engine.clock())
@@ -229,8 +237,11 @@ class Decode:
         """In the region for test messages."""
         return self._receiver.test_cells.holds(number)
 
-    def landed(self, rid: str, notice: messages.ChunkNotice) -> None:
+    def landed(self, rid: str, notice: messages.ChunkNotice, *, damaged: bool) -> None:
         """For the request's timeline."""
+        if damaged:
+            self._timelines[rid].resends += 1
+            return
         engine, now = self._engine, self._engine.clock()
         seconds = max(0.0, time.time() - self._arrived[notice.slot].posted_at)
         self._timelines[rid].landed(seconds, notice.nbytes)

@@ -77,7 +77,11 @@ class Prefill:
         if request.alone:
             self._alone.push(request)
             return
-        request.dp_rank = follow_bootstrap_room(rendezvous.room, self._layout)
+        try:
+            request.dp_rank = follow_bootstrap_room(rendezvous.room, self._layout, forced=request.wanted_rank)
+        except ValueError as error:
+            self._engine.fail(request, 400, f"data_parallel_rank: {error}")
+            return
         ask = PrefillAsk(
             rid=request.rid,
             room=rendezvous.room,
@@ -157,6 +161,10 @@ class Prefill:
             prompt_logprobs=prompt_logprobs,
             prompt_top=prompt_top if request.top_logprobs else [],
         )
+
+    def waits_for(self, request: Request) -> str:
+        """What its room waits for."""
+        return self._instance.waits_for(request.rid)
 
     def problem(self) -> str | None:
         """A data path that fails its tests."""

@@ -17,6 +17,7 @@ class RoomTimeline:
     transfer_s: float = 0.0
     transfer_bytes: int = 0
     chunks: int = 0
+    resends: int = 0  # of chunks that arrived damaged
     reused_tokens: int = 0  # of the prompt, those that were here already
 
     def landed(self, seconds: float, nbytes: int) -> None:
@@ -35,5 +36,6 @@ class RoomTimeline:
             "transfer_s": self.transfer_s,
             "transfer_bytes": self.transfer_bytes,
             "transfer_chunks": self.chunks,
+            "transfer_resends": self.resends,
             "reused_tokens": self.reused_tokens,
         }

@@ -319,6 +319,7 @@ class Engine:
             pages=self.prefix.rank_capacity,
             vocab=self.runner.vocab,
             grammars=self._grammars is not None,
+            dp=self.runner.dp,
         )
         if problem is None:
             request.arrived = self.clock()
@@ -385,6 +386,8 @@ class Engine:
                 f"the request did not end within its deadline of {request.deadline_s:g} s: "
                 f"{len(request.output_ids)} of at most {request.sampling.max_new_tokens} tokens were generated"
             )
+            waits_for = "its grammar" if request in self._compiling.values() else self.role.waits_for(request)
+            message += f", and it waited for {waits_for}" if waits_for else ""
             self._counters["expired_requests"] += 1
             self._withdraw(request, message)
             self.fail(request, 504, message)

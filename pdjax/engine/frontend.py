@@ -23,6 +23,10 @@ CONNECT_SECONDS = 60.0  # a frontend imports its libraries and loads a tokenizer
 SEND_SECONDS = 30.0  # a frontend that takes nothing for this long is stuck
 
 
+class FrontendError(Exception):
+    """The frontend process is gone; in words."""
+
+
 class Frontend:
     """Starts the frontend process and carries frames to and from it.
 
@@ -46,6 +50,7 @@ class Frontend:
         self._socket: socket.socket | None = None
         self._sending = threading.Lock()
         self._stopping = False
+        self._ended: str | None = None
         self._connected = threading.Event()
         environment = {key: value for key, value in os.environ.items() if not key.startswith(("PMI", "HYDI", "MPI"))}
         self._process = subprocess.Popen(
@@ -54,6 +59,11 @@ class Frontend:
             env=environment,
         )
         threading.Thread(target=self._read, name="frontend", daemon=True).start()
+
+    def check(self) -> None:
+        """Raise `FrontendError` if the frontend has ended: before the instance is ready nobody reads messages."""
+        if self._ended is not None:
+            raise FrontendError(self._ended)
 
     def ready(self, info: dict, timeout: float = CONNECT_SECONDS) -> None:
         """Tell the frontend that the instance serves; waits until it has connected.
@@ -99,6 +109,7 @@ class Frontend:
         except (OSError, WireError) as error:
             end = f"the connection to the frontend process failed: {error}"
         if not self._stopping:
+            self._ended = end
             self._on_end(end)
 
 

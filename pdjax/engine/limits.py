@@ -31,6 +31,7 @@ def refusal(
     pages: int,
     vocab: int,
     grammars: bool,
+    dp: int = 1,
 ) -> tuple[int, str] | None:
     """Status and sentence for a request that can't be taken, or None.
 
@@ -39,6 +40,7 @@ def refusal(
         spec: the KV state's shape, of which a request can have `pages` pages at most.
         vocab: how many logits the model has.
         grammars: whether grammars can be compiled.
+        dp: how many dp ranks there are.
     """
     needed = spec.pages(request.max_tokens)
     if request.rid in live:
@@ -49,6 +51,8 @@ def refusal(
         return 400, f"deadline_s must be above 0 seconds, not {request.deadline_s:g}"
     if not 0 <= min(request.input_ids) <= max(request.input_ids) < vocab:
         return 400, f"the prompt has tokens that are not in the vocabulary of {vocab}"
+    if request.wanted_rank is not None and not 0 <= request.wanted_rank < dp:
+        return 400, f"data_parallel_rank: there is no dp rank {request.wanted_rank}; this instance has {dp}, from 0 on"
     problem = sampling_problem(request.sampling, top=request.top_logprobs, vocab=vocab)
     if problem is not None:
         return 400, problem

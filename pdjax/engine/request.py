@@ -35,6 +35,7 @@ class Request:
     deadline_s: float | None = None  # seconds from `arrived`
     sample_of: str = ""  # another request with the same prompt
     use_cache: bool = True  # whether pages of the prefix cache may stand for the prompt's
+    wanted_rank: int | None = None  # the dp rank that the client asks for
     dp_rank: int = 0  # whose pages it has
     pages: list[int] = field(default_factory=list)
     computed: int = 0  # of `prefill_ids`, those whose keys and values are in the pages
@@ -74,6 +75,7 @@ class Request:
             priority=message.priority,
             deadline_s=message.deadline_s,
             sample_of=message.sample_of,
+            wanted_rank=message.dp_rank,
             # Log-probabilities of a prompt's tokens come from computing them.
             use_cache=not message.prompt_logprobs,
             top_logprobs=message.top_logprobs,

@@ -41,6 +41,10 @@ class Role(Protocol):
         """The last prefill step of a prompt has run and picked the first token."""
         ...
 
+    def waits_for(self, request: Request) -> str:
+        """What a live request waits for, in words; empty: it is being worked on."""
+        ...
+
     def problem(self) -> str | None:
         """Why this instance cannot serve, although its engine steps; None if it can."""
         ...

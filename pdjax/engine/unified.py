@@ -60,6 +60,10 @@ class Unified:
         request.timeline.setdefault("prefill_s", prefill_s)
         self._engine.start_decoding(request, token)
 
+    def waits_for(self, request: Request) -> str:
+        """Pages, in the queue or in host memory."""
+        return "" if request.pages else "free pages"
+
     def problem(self) -> str | None:
         """A unified instance needs its engine only."""
         return None
@@ -88,6 +92,7 @@ class Unified:
             before = [*engine.scheduler.prefilling, *self.retraction.out]
             if any(other.priority >= request.priority for other in before):
                 return
-            if not engine.begin_prompt(request, spare=-(-len(engine.scheduler.running) // engine.runner.dp)):
+            spare = -(-len(engine.scheduler.running) // engine.runner.dp)
+            if not engine.begin_prompt(request, spare=spare, rank=request.wanted_rank):
                 return
             engine.scheduler.add_prefill(self._waiting.pop())

@@ -87,7 +87,7 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
             network.stop()
             side.close()
         return 0
-    except (Problem, PathFailed, TransferError, mpi.MPIError, OSError) as error:
+    except (Problem, PathFailed, TransferError, configuration.ConfigError, mpi.MPIError, OSError) as error:
         _say(f"FAILED: {error}")
         return 1
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from pdjax.config import Config
+from pdjax.config import Config, ConfigError
 from pdjax.net import mpi
 from pdjax.transfer.backend import BackendOptions, TransferBackend
 from pdjax.transfer.devices import devices_for
@@ -26,8 +26,19 @@ def start_backend(config: Config, post: Callable[[object], None]) -> TransferBac
 
 
 def read_secret(config: Config) -> bytes | None:
-    """The secret that leaders share, from the file or `$PDJAX_SECRET`; None when neither is set."""
-    if config.disagg.secret_file:
-        return Path(config.disagg.secret_file).read_bytes().strip()
-    secret = os.environ.get("PDJAX_SECRET")
-    return secret.encode() if secret else None
+    """The secret that leaders share, from the file or `$PDJAX_SECRET`; None when neither is set.
+
+    Raises:
+        ConfigError: the file cannot be read, or is empty.
+    """
+    file = config.disagg.secret_file
+    if not file:
+        secret = os.environ.get("PDJAX_SECRET")
+        return secret.encode() if secret else None
+    try:
+        secret = Path(file).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"Disagg.secret_file: {file} cannot be read: {error.strerror}") from error
+    if not secret:
+        raise ConfigError(f"Disagg.secret_file: {file} is empty: anybody would know this secret")
+    return secret

@@ -8,14 +8,14 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tqdm import tqdm
 
 from pdjax.config import Config, ConfigError
-from pdjax.engine.frontend import Frontend
+from pdjax.engine.frontend import Frontend, FrontendError
 from pdjax.launch import mpiexec
 from pdjax.launch.fetch import fetch
 from pdjax.launch.join import GRACE_SECONDS, SLOWEST_START_SECONDS, join, say
@@ -27,6 +27,9 @@ from pdjax.wire import Failed
 
 if TYPE_CHECKING:
     from pdjax.launch.leading import Leading
+
+
+S = TypeVar("S")
 
 
 class StartError(Exception):
@@ -111,6 +114,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     start_jax(world, config.instance)
     core = load_core(role, config, folder)
     say(role, f"model loaded after {time.monotonic() - started:.1f} s")
+    frontend.check()
     pair = None
     if role != "unified":
         from pdjax.launch.pair import make_pair, make_part
@@ -127,7 +131,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     if config.engine.warmup:
         steps = core.warm_up_steps(role)
         bar = tqdm(steps, desc=f"pdjax {role}: compiling", unit="step", file=sys.stderr)
-        core.runner.warm_up(bar, meet=lambda: meet("compiled"))
+        core.runner.warm_up(_while_served(bar, frontend), meet=lambda: meet("compiled"))
         if pair is not None:
             pair.part.warm_up()
     meet("warm")
@@ -156,6 +160,13 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
     if pair is not None:
         pair.close()
     return stop
+
+
+def _while_served(steps: Iterable[S], frontend: Frontend) -> Iterator[S]:
+    """The steps, as long as there is a frontend: without one it is no use to compile on."""
+    for step in steps:
+        frontend.check()
+        yield step
 
 
 def _stopping(role: str, problem: str | None) -> str:
@@ -204,7 +215,9 @@ def run_and_exit(role: str, config: Config) -> int:
     """`run`, for the command line: errors in words, and an end that MPI cannot hold up."""
     try:
         code = run(role, config)
-    except (StartError, ConfigError, WorldError, TransferError, ModelError, mpi.MPIError, OSError) as error:
+    except (
+        StartError, ConfigError, FrontendError, WorldError, TransferError, ModelError, mpi.MPIError, OSError
+    ) as error:  # fmt: skip
         say(role, str(error))
         code = 2
     except Exception:  # noqa: BLE001 - whatever it was, MPI must not hold up the end

@@ -169,7 +169,14 @@ class Dispatcher:
         port = prefill.bootstrap_port
         assert port is not None, "a prefill instance without a bootstrap port is not up"
         data = encode_json(
-            with_rooms(exchange.path, body, host=prefill.bootstrap_host, port=port, random_source=self._random)
+            with_rooms(
+                exchange.path,
+                body,
+                host=prefill.bootstrap_host,
+                port=port,
+                random_source=self._random,
+                dp_sizes=(prefill.dp_size, decode.dp_size),
+            )
         )
         headers = {"content-type": "application/json"}
         headers |= {name.decode(): value.decode("latin-1") for name, value in exchange.headers if name in _FORWARDED}

@@ -67,6 +67,12 @@ class Instance:
         """The port for it."""
         return self.given_port or self.info.get("disaggregation_bootstrap_port")
 
+    @property
+    def dp_size(self) -> int:
+        """How many dp ranks it has."""
+        said = self.info.get("dp_size")
+        return said if type(said) is int and said > 0 else 1
+
 
 def parse_instance(text: str, role: str) -> Instance:
     """An instance from ``URL`` or ``URL,BOOTSTRAP_PORT``.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 MAX_SAMPLES = 128  # of a chat; instances refuse more
@@ -29,14 +30,29 @@ def rooms_wanted(path: str, body: Mapping[str, Any]) -> int | None:
 
 
 def with_rooms(
-    path: str, body: Mapping[str, Any], *, host: str, port: int, random_source: random.Random
+    path: str,
+    body: Mapping[str, Any],
+    *,
+    host: str,
+    port: int,
+    random_source: random.Random,
+    dp_sizes: Sequence[int] = (1, 1),
 ) -> dict[str, Any]:
     """The body with `bootstrap_host`, `bootstrap_port` and a new `bootstrap_room`.
 
-    Where several rooms are wanted each is a list. What a client has put there is replaced.
+    Where several rooms are wanted each is a list. What a client has put there is replaced. A client that names a dp
+    rank gets rooms that belong to it on both sides, which have `dp_sizes` ranks; if there is none, instances say so.
     """
     count = rooms_wanted(path, body)
-    rooms = [random_source.randrange(ROOM_END) for _ in range(count or 1)]
+    period, rank = math.lcm(*dp_sizes), _dp_rank(body)
+    step, first = (period, rank) if 0 <= rank < period else (1, 0)
+    rooms = [random_source.randrange(ROOM_END // step) * step + first for _ in range(count or 1)]
     if count is None:
         return {**body, "bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": rooms[0]}
     return {**body, "bootstrap_host": [host] * count, "bootstrap_port": [port] * count, "bootstrap_room": rooms}
+
+
+def _dp_rank(body: Mapping[str, Any]) -> int:
+    """The dp rank that a client names; -1 for none."""
+    named = [body.get(name) for name in ("data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank")]
+    return next((each for each in named if type(each) is int), -1)

@@ -62,6 +62,7 @@ async def _jobs(service: Service, request: ChatRequest, use: ToolUse, rid: str) 
         top_logprobs=request.top_logprobs or 0,
         priority=request.priority,
         deadline_s=request.deadline_s,
+        dp_rank=request.dp_rank(instance),
     )
     return make_jobs(
         instance,

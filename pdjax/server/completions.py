@@ -63,6 +63,7 @@ async def _jobs(service: Service, request: CompletionRequest) -> tuple[list[Job]
     if len(rids) != len(prompts):
         raise HttpError(400, f"rid: a list of {len(rids)} for {len(prompts)} prompts; give one each")
     sampling, grammar = request.sampling(request.max_tokens), response_grammar(request.response_format)
+    rank = request.dp_rank(service.instance)
     asks = [
         Ask(
             ids,
@@ -73,6 +74,7 @@ async def _jobs(service: Service, request: CompletionRequest) -> tuple[list[Job]
             prompt_logprobs=bool(request.echo) and request.logprobs is not None,
             priority=request.priority,
             deadline_s=request.deadline_s,
+            dp_rank=rank,
         )
         for ids, rid in zip(prompts, rids, strict=True)
     ]

@@ -66,6 +66,7 @@ class Ask:
     prompt_logprobs: bool = False
     priority: int | None = None
     deadline_s: float | None = None
+    dp_rank: int | None = None
 
     @property
     def samples(self) -> int:
@@ -147,8 +148,23 @@ def _job(
         priority=ask.priority or 0,
         deadline_s=ask.deadline_s,
         sample_of=f"{ask.rid}-0" if sample else "",
+        # In a pair the other samples are where their own rooms say.
+        dp_rank=None if sample and meeting else ask.dp_rank,
     )
     return Job(generate, text_rules(ask.sampling), prompt, sample, prompt_only=limit == 0)
+
+
+def wanted_rank(instance: Instance, named: int | None, routed: int | None, prefill: int | None) -> int | None:
+    """The dp rank that a request asks for: `data_parallel_rank`, or `routed_dp_rank`, which is its newer name; and of
+    the prefill side alone `disagg_prefill_dp_rank`.
+
+    Raises:
+        HttpError: 400, they contradict each other.
+    """
+    given = {each for each in (named, routed, prefill if instance.role == "prefill" else None) if each is not None}
+    if len(given) > 1:
+        raise HttpError(400, f"data_parallel_rank: the request asks for several dp ranks: {sorted(given)}")
+    return given.pop() if given else None
 
 
 def new_rid(prefix: str) -> str:

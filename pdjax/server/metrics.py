@@ -10,6 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from pdjax.server.room_metrics import RoomMetrics
+
 if TYPE_CHECKING:
     from pdjax.server.output import Output
 
@@ -54,6 +56,7 @@ class Metrics:
         self._whole = Histogram(
             "pdjax_e2e_request_latency_seconds", "of finished samples", buckets=_WHOLE, registry=self._registry
         )
+        self._rooms: RoomMetrics | None = None
 
     def request(self, route: str, status: int) -> None:
         """An HTTP request has ended; status 499: the client left."""
@@ -77,6 +80,9 @@ class Metrics:
     def finished(self, output: Output) -> None:
         """A sample has ended."""
         self._whole.observe(output.seconds)
+        if output.timeline is not None and "transfer_s" in output.timeline:  # it has come from a prefill instance
+            self._rooms = self._rooms or RoomMetrics(self._registry)
+            self._rooms.finished(output.timeline)
 
     def text(self, engine: Mapping[str, float] | None) -> bytes:
         """All metrics; `engine` are the scheduler's values, None if it did not answer."""

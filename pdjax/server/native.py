@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from pdjax.server.jobs import Ask, Bootstrap, make_jobs, new_rid
+from pdjax.server.jobs import Ask, Bootstrap, make_jobs, new_rid, wanted_rank
 from pdjax.server.logprobs import NativeLogprobs
 from pdjax.server.output import Output
 from pdjax.server.parse import convert, read, refuse_unsupported
@@ -57,6 +57,9 @@ class GenerateRequest(msgspec.Struct):
     bootstrap_host: str | list[str] | None = None
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
+    data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
     input_embeds: Any = None
     image_data: Any = None
     video_data: Any = None
@@ -129,6 +132,9 @@ async def _asks(service: Service, request: GenerateRequest) -> tuple[bool, list[
     wanted = _each("return_logprob", request.return_logprob, count)
     starts = _each("logprob_start_len", request.logprob_start_len, count)
     tops = _each("top_logprobs_num", request.top_logprobs_num, count)
+    rank = wanted_rank(
+        service.instance, request.data_parallel_rank, request.routed_dp_rank, request.disagg_prefill_dp_rank
+    )
     asks: list[Ask] = []
     shown: list[NativeLogprobs | None] = []
     for i, ids in enumerate(prompts):
@@ -151,6 +157,7 @@ async def _asks(service: Service, request: GenerateRequest) -> tuple[bool, list[
                 prompt_logprobs=start is not None,
                 priority=request.priority,
                 deadline_s=request.deadline_s,
+                dp_rank=rank,
             )
         )
     return batch, asks, shown

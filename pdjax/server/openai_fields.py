@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from pdjax.server.jobs import Bootstrap
+from pdjax.server.jobs import Bootstrap, Instance, wanted_rank
 from pdjax.server.output import Output
 from pdjax.server.parse import refuse_unsupported
 from pdjax.server.ranges import (
@@ -80,6 +80,8 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bootstrap_port: int | list[int | None] | None = None
     bootstrap_room: int | list[int] | None = None
     data_parallel_rank: int | None = None
+    routed_dp_rank: int | None = None
+    disagg_prefill_dp_rank: int | None = None
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None
@@ -105,6 +107,10 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     def bootstrap(self) -> Bootstrap:
         """Where the request's halves meet."""
         return Bootstrap(self.bootstrap_host, self.bootstrap_port, self.bootstrap_room)
+
+    def dp_rank(self, instance: Instance) -> int | None:
+        """The dp rank that the request asks for. Raises `HttpError` 400 if it asks for several."""
+        return wanted_rank(instance, self.data_parallel_rank, self.routed_dp_rank, self.disagg_prefill_dp_rank)
 
     def sampling(self, max_new_tokens: int | None) -> SamplingFields:
         """The same in the engine's names."""

@@ -241,7 +241,7 @@ def test_an_idle_path_is_tested_again_and_a_busy_one_is_not() -> None:
     instance = decode(host)
     granted(host, instance)
     notice = messages.ChunkNotice(3, 99, 0, host.sent[-1].slot, 0, 4, 4 * 8)
-    host.landed = lambda rid, notice: None  # type: ignore[attr-defined]
+    host.landed = lambda rid, notice, damaged: None  # type: ignore[attr-defined]
     host.scatter = lambda *_: None  # type: ignore[attr-defined]
     instance.landed(notice, IDLE / 2)
     instance.cancel("r", "the client left", IDLE / 2)

@@ -44,6 +44,12 @@ def serve(tiny: TinyModel) -> dict[str, Any]:
                    temperature=float(number % 2), seed=number, frequency_penalty=0.5 * (number % 3))  # fmt: skip
     small.send("told", TEXT[5:40], 6, prompt_logprobs=True)
     small.run()
+    last = tiny.runner.dp - 1
+    for number in range(3):
+        small.send(f"on the last rank {number}", TEXT[:9], 3, dp_rank=last)
+    ranks = set()
+    while small.turn() or small.engine.requests or not small.inbox.empty():
+        ranks |= {request.dp_rank for request in small.engine.requests.values() if request.pages}
     frames = [message for message in small.emitted if isinstance(message, Tokens)]
     rids = list(dict.fromkeys(frame.rid for frame in frames))
     told = next(frame for frame in frames if frame.rid == "told")
@@ -56,6 +62,7 @@ def serve(tiny: TinyModel) -> dict[str, Any]:
         "retractions": stats["retractions_total"],
         "compiles": tiny.runner.compiles_after_warm_up - before,
         "misplaced": misplaced(tiny),
+        "on the wrong rank": sorted(ranks - {last}),
         "weights": [
             sum(
                 shard.data.nbytes

@@ -57,6 +57,7 @@ def test_answers_are_those_of_one_device(
     assert found["compiles"] == 0
     assert found["shard"] == MESHES[name][1]
     assert not found["misplaced"]
+    assert not found["on the wrong rank"], "these had named the last dp rank"
 
 
 def test_a_device_of_a_pipeline_stage_holds_no_weights_of_another_stage(

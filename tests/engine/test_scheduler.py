@@ -116,7 +116,7 @@ def test_a_request_past_its_deadline_fails_with_504_wherever_it_is(tiny: TinyMod
     small.turn()
     ends = small.ends()
     assert list(ends) == ["waiting"] and isinstance(ends["waiting"], Failed) and ends["waiting"].status == 504
-    assert "20 s" in ends["waiting"].message
+    assert "20 s" in ends["waiting"].message and "it waited for free pages" in ends["waiting"].message
     now[0] = 151.0
     small.turn()
     assert sum(isinstance(end, Failed) for end in small.ends().values()) == tiny.rows

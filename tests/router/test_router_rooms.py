@@ -63,3 +63,16 @@ def test_both_halves_meet_in_rooms_that_exist_and_differ(path, body, samples, so
     assert all(0 <= each.room <= MAX_ROOM for each in met)
     if not isinstance(source, Highest):
         assert len({each.room for each in met}) == len(met)
+
+
+@pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"])
+@pytest.mark.parametrize("source", [random.Random(1), Highest()])
+def test_a_client_that_names_a_dp_rank_gets_rooms_that_belong_to_it_on_both_sides(name, source):
+    for rank in range(2):
+        body = {"text": ["a", "b"], name: rank}
+        sent = with_rooms("/generate", body, host="h", port=1, random_source=source, dp_sizes=(2, 6))
+        assert all(0 <= room <= MAX_ROOM for room in sent["bootstrap_room"])
+        assert [(room % 2, room % 6) for room in sent["bootstrap_room"]] == [(rank, rank)] * 2
+    for strange in (6, -1, "1", True, None):
+        body = {"text": "a", name: strange}
+        assert with_rooms("/generate", body, host="h", port=1, random_source=source, dp_sizes=(2, 6))["bootstrap_room"]

@@ -98,3 +98,25 @@ def test_a_batch_may_not_count_beyond_the_last_room(decode):
 def test_prefill_knows_its_own_bootstrap_address(prefill):
     assert prefill.post("/generate", {"text": "x", "bootstrap_port": None, "bootstrap_room": 1})[0] == 200
     assert sent(prefill)[0].rendezvous == wire.Rendezvous("127.0.0.1", 8998, 1)
+
+
+PROMPTS = [
+    ("/generate", {"text": "x", "sampling_params": {"n": 2}}),
+    ("/v1/completions", {"prompt": "x", "n": 2}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "n": 2}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), PROMPTS)
+def test_a_dp_rank_that_a_client_names_reaches_the_engine(path, body, unified, decode, prefill):
+    assert unified.post(path, body | {"data_parallel_rank": 3})[0] == 200
+    assert [each.dp_rank for each in sent(unified)] == [3, 3]
+    assert decode.post(path, body | MEETING | {"bootstrap_room": 4, "routed_dp_rank": 0})[0] == 200
+    assert [each.dp_rank for each in sent(decode)] == [0, None], "the second sample has a room of its own"
+    assert decode.post(path, body | MEETING | {"bootstrap_room": 4, "disagg_prefill_dp_rank": 1})[0] == 200
+    assert [each.dp_rank for each in sent(decode)[2:]] == [None, None]
+    assert prefill.post(path, body | MEETING | {"bootstrap_room": 4, "disagg_prefill_dp_rank": 1})[0] == 200
+    assert [each.dp_rank for each in sent(prefill)] == [1, None]
+    status, answer = prefill.post(path, body | MEETING | {"data_parallel_rank": 0, "disagg_prefill_dp_rank": 1})
+    assert status == 400
+    assert "asks for several dp ranks: [0, 1]" in answer["error"]["message"]

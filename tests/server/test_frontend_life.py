@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -15,6 +16,7 @@ import pytest
 from scripted_leader import PATIENCE, FrontendProcess, ScriptedLeader, write_model_folder
 
 from pdjax import wire
+from pdjax.engine.frontend import Frontend, FrontendError
 
 
 class Client:
@@ -92,6 +94,24 @@ def test_metrics_tell_of_the_scheduler_and_of_requests(unified):
     assert "# TYPE pdjax_running_requests gauge\npdjax_running_requests 2.0" in text
     assert 'pdjax_frontend_requests_total{route="/generate",status="200"}' in text
     assert "pdjax_time_to_first_token_seconds_bucket" in text
+
+
+def test_a_decode_instance_tells_times_and_bytes_of_its_rooms(decode, unified):
+    timeline = {
+        "queue_s": 0.1, "handshake_s": 0.2, "prefill_queue_s": 0.0, "prefill_s": 0.3, "transfer_s": 0.5,
+        "transfer_bytes": 2e9, "transfer_resends": 1.0, "total_s": 1.0,
+    }  # fmt: skip
+    decode.leader.on_generate = lambda request: decode.leader.send(
+        wire.Tokens(request.rid, [1], [0.0], finish_reason="length", timeline=timeline)
+    )
+    room = {"bootstrap_host": "h", "bootstrap_port": 1, "bootstrap_room": 3}
+    assert decode.post("/generate", {"text": "x"} | room)[0] == 200
+    told = decode.get("/metrics")[1].decode()
+    assert "pdjax_room_transfer_seconds_sum 0.5" in told
+    assert 'pdjax_room_transfer_gb_per_second_bucket{le="5.0"} 1.0' in told
+    assert 'pdjax_room_transfer_gb_per_second_bucket{le="2.0"} 0.0' in told
+    assert unified.post("/generate", {"text": "x"})[0] == 200
+    assert "pdjax_room_" not in unified.get("/metrics")[1].decode()
 
 
 def test_tokenize_and_back(unified):
@@ -251,3 +271,21 @@ def test_a_leader_that_is_not_there_is_said_with_exit_code_2(tmp_path):
     assert ended.returncode == 2
     assert "cannot connect to the leader" in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+def test_a_leader_that_still_starts_learns_that_its_frontend_cannot_serve(tmp_path):
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        frontend = Frontend(
+            ["--port", str(port), "--model-folder", str(write_model_folder(tmp_path / "model"))],
+            on_message=lambda message: None,
+            on_end=lambda reason: ended.set(),
+        )
+        try:
+            frontend.check()
+            assert ended.wait(PATIENCE)
+            with pytest.raises(FrontendError, match="the frontend process has ended"):
+                frontend.check()
+        finally:
+            frontend.stop()

@@ -69,13 +69,13 @@ class DecodeInstance(DecodeLinks):
         room = self._of_generation(notice.room, notice.generation)
         if room is None:
             return
+        if not room.state.final:
+            self._host.landed(self._jobs[notice.room].ask.rid, notice, damaged=damaged)
         if damaged:
             self.counters["damaged_chunks"] += 1
             self._host.say(f"chunk {notice.chunk} of room {notice.room} arrived damaged")
             self._do(room, room.damaged(notice, now), now)
             return
-        if not room.state.final:
-            self._host.landed(self._jobs[notice.room].ask.rid, notice)
         self.counters["received_chunks"] += 1
         self.counters["received_bytes"] += notice.nbytes
         self.counters["received_pages"] += notice.pages

@@ -54,6 +54,7 @@ class DecodeRoom:
     peer: str = ""  # the link's name, also once it is lost
     generation: int | None = None
     waits_for: str = ""
+    waits_seconds: float = 0.0
     has_pages: bool = True
     closed: bool = False  # it is over and holds nothing
     _pages: int = 0
@@ -69,6 +70,13 @@ class DecodeRoom:
     _relinked: bool = False
 
     @property
+    def awaited(self) -> str:
+        """What the room waits for, in words."""
+        if self.waits_for or self.state is RoomState.BOOTSTRAPPING:
+            return self.waits_for
+        return "its prompt to be computed" if self._handoff is None else "its pages to arrive"
+
+    @property
     def granted_slots(self) -> int:
         """Slots that the prefill side may still write to; of an ended room, those in quarantine."""
         return len(self._granted)
@@ -76,7 +84,7 @@ class DecodeRoom:
     def waits(self, what: str, seconds: float, now: float) -> None:
         """The room waits for `what`, and fails if that takes longer than `seconds`."""
         if not self.state.final:
-            self.waits_for, self.deadline = f"waited {seconds:g} s for {what}", now + seconds
+            self.waits_for, self.waits_seconds, self.deadline = what, seconds, now + seconds
 
     def reserved(self, told: Reserved, now: float) -> list[Action]:
         """The link to the prefill side stands: claim the room."""
@@ -221,8 +229,7 @@ class DecodeRoom:
         if self.has_pages:
             self.deadline = now + self.timeouts.transfer
         else:
-            self.waits_for = f"has waited {self.timeouts.alloc:g} s for free pages"
-            self.deadline = now + self.timeouts.alloc
+            self.waits("free pages", self.timeouts.alloc, now)
         return self._complete(now)
 
     def _complete(self, now: float) -> list[Action]:
@@ -269,7 +276,7 @@ class DecodeRoom:
 
     def _overdue(self) -> str:
         if self.waits_for:
-            return f"room {self.room} {self.waits_for}"
+            return f"room {self.room} waited {self.waits_seconds:g} s for {self.waits_for}"
         if self._handoff is None:
             return f"the prefill instance did not compute room {self.room} within {self.timeouts.waiting:g} s"
         return f"no chunk of room {self.room} landed for {self.timeouts.transfer:g} s"

@@ -94,8 +94,8 @@ class DecodeHost(Host, Protocol):
         """Whether the test message with this number has come and is right."""
         ...
 
-    def landed(self, rid: str, notice: ChunkNotice) -> None:
-        """A chunk of a request has landed and is right."""
+    def landed(self, rid: str, notice: ChunkNotice, *, damaged: bool) -> None:
+        """A chunk of a request has landed; `damaged`: not as it was sent."""
         ...
 
     def scatter(self, rid: str, slot: int, first_page: int, pages: int) -> None:

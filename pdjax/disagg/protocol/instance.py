@@ -12,6 +12,7 @@ from pdjax.disagg.protocol.hosts import Host
 from pdjax.disagg.protocol.path_tests import PathHealth
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.pulse import Peer, Pulse
+from pdjax.disagg.protocol.states import RoomState
 from pdjax.disagg.protocol.timers import Timed, Timers
 from pdjax.disagg.protocol.turns import Turns
 
@@ -20,6 +21,10 @@ class _Room(Timed, Protocol):
     room: int
     link: str | None
     generation: int | None
+    state: RoomState
+
+    @property
+    def awaited(self) -> str: ...
 
 
 H = TypeVar("H", bound=Host)
@@ -60,6 +65,11 @@ class Instance(Generic[H, R, J, P]):
         if self._turns.waiting:
             self._give_pages(now)
         return timers.next
+
+    def waits_for(self, rid: str) -> str:
+        """What the room of a request waits for, in words; empty: it has none any more."""
+        room = self._rooms.get(self._room_of.get(rid, -1))
+        return "" if room is None or room.state.final else room.awaited
 
     def problem(self, now: float) -> str | None:
         """Why this instance cannot serve, in words."""

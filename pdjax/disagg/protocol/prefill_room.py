@@ -176,6 +176,13 @@ class PrefillRoom:
             told = [self._send(wire.Abort(self.room, self.generation, status, reason))]
         return told + self._fail(status, reason)
 
+    @property
+    def awaited(self) -> str:
+        """What the room waits for, in words."""
+        if self.state is RoomState.BOOTSTRAPPING:
+            return "its other half"
+        return "the decode side's word that all has arrived" if self.computed else "its prompt to be computed"
+
     def tick(self, now: float) -> list[Action]:
         """Time has passed."""
         return self.cancel(504, self._overdue()) if now >= self.deadline else []

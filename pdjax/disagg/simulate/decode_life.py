@@ -150,7 +150,7 @@ class DecodeLife(Life):
         """See `DecodeHost`."""
         return self.tests.pop(number)
 
-    def landed(self, rid: str, notice: messages.ChunkNotice) -> None:
+    def landed(self, rid: str, notice: messages.ChunkNotice, *, damaged: bool) -> None:
         """See `DecodeHost`."""
 
     def scatter(self, rid: str, slot: int, first_page: int, pages: int) -> None:

@@ -74,7 +74,7 @@ def choose(wanted: tuple[str, ...], resources: list[Resource]) -> list[str]:
             close = difflib.get_close_matches(name, found, n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             listed = ", ".join(f"{device} ({'+'.join(kinds)})" for device, kinds in found.items()) or "none"
-            raise TransferError(f"UCX sees no network device {name!r}{hint} It sees: {listed}")
+            raise TransferError(f"UCX sees no network device {name!r}{hint or '.'} It sees: {listed}")
         chosen += ports
     return list(dict.fromkeys(chosen))
 
