@@ -106,8 +106,8 @@ class Ready(msgspec.Struct, frozen=True, tag_field="type", tag="ready"):
 class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens"):
     """Leader to frontend: new tokens of a request, in order. `finish_reason` (stop, length) comes with the last.
 
-    `matched` is the stop token that ended the request, which is part of `token_ids`. `timeline` comes with the
-    last frame: named seconds and byte counts of the request's life.
+    `matched` is the stop token that ended the request, which is part of `token_ids`. `timeline` comes with the first
+    frame, and whole with the last: named seconds and byte counts of the request's life.
     """
 
     rid: str

@@ -45,7 +45,13 @@ async def chat(service: Service, exchange: Exchange, body: bytes) -> None:
 
 async def _jobs(service: Service, request: ChatRequest, use: ToolUse, rid: str) -> list[Job]:
     instance = service.instance
-    text = conversation_text(service.template, request.messages, use, request.chat_template_kwargs)
+    text = conversation_text(
+        service.template,
+        request.messages,
+        use,
+        request.template_options,
+        go_on=bool(request.continue_final_message),
+    )
     grammar = response_grammar(request.response_format)
     if grammar is not None and use.grammar is not None:
         raise HttpError(400, "response_format: an answer that must call a tool has no other form; leave one out")

@@ -16,7 +16,6 @@ from pdjax.web import HttpError
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "continue_final_message": (False,),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -86,6 +85,7 @@ class ChatRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     functions: Any = None
     function_call: Any = None
     continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
     separate_reasoning: bool | None = None
     stream_reasoning: bool | None = None
     reasoning_effort: str | None = None
@@ -97,11 +97,23 @@ class ChatRequest(CommonFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
 
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """Further variables for the template."""
+        prompted = self.add_generation_prompt
+        return (self.chat_template_kwargs or {}) | ({} if prompted is None else {"add_generation_prompt": prompted})
+
 
 def conversation_text(
-    template: ChatTemplate, messages: Sequence[Message], use: ToolUse, options: Mapping[str, Any] | None = None
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    use: ToolUse,
+    options: Mapping[str, Any] | None = None,
+    *,
+    go_on: bool = False,
 ) -> str:
-    """The prompt of a conversation; `options` are further variables for the template.
+    """The prompt of a conversation; `options` are further variables for the template. With `go_on` it ends where the
+    last message does, which is the assistant's and is to be continued.
 
     Raises:
         HttpError: 400.
@@ -109,9 +121,19 @@ def conversation_text(
     if not messages:
         raise HttpError(400, "messages: empty; give at least one")
     told = [message.for_template(i) for i, message in enumerate(messages)]
-    if template.reads_tools:
+    if go_on and (told[-1]["role"] != "assistant" or not told[-1]["content"].strip() or "tool_calls" in told[-1]):
+        raise HttpError(400, "continue_final_message: the last message must be a text of the assistant")
+    if not template.reads_tools:
+        told, use = for_plain_template(told, use), ToolUse()
+    if not go_on:
         return template.render(told, options, tools=use.tools)
-    return template.render(for_plain_template(told, use), options)
+    text = template.render(told, {**(options or {}), "add_generation_prompt": False}, tools=use.tools)
+    begun = told[-1]["content"]
+    # Templates may strip what they are given.
+    ends = [text.rindex(part) + len(part) for part in (begun, begun.strip()) if part in text]
+    if not ends:
+        raise HttpError(400, "continue_final_message: the model's chat template does not show messages as they are")
+    return text[: ends[0]]
 
 
 def _called(call: CalledTool, index: int) -> dict[str, Any]:

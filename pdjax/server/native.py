@@ -107,7 +107,7 @@ def answer(output: Output, logprobs: NativeLogprobs | None) -> dict[str, Any]:
     }
     if logprobs is not None:
         meta |= logprobs.fields(output)
-    if output.timeline is not None:
+    if output.timeline is not None and output.finish is not None:
         meta["timeline"] = output.timeline
     return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
 

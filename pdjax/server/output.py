@@ -96,6 +96,8 @@ class SampleText:
             piece = self._stop.add(piece)
         if self._stop.matched is not None:
             output.finish = {"type": "stop", "matched": self._stop.matched}
+            if output.timeline is not None:
+                output.timeline = output.timeline | {"total_s": output.seconds}
         elif frame.finish_reason is not None:
             piece += self._stop.finish()
             output.finish = _finish(frame, len(output.token_ids))

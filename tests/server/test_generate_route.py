@@ -141,6 +141,18 @@ def test_new_tokens_are_cut_to_what_the_context_leaves(unified):
     assert [request.sampling.max_new_tokens for request in sent(unified)] == [3, 1]
 
 
+def test_what_a_stop_string_ends_has_a_timeline_too(unified):
+    def reply(request: wire.Generate) -> None:
+        unified.leader.send(wire.Tokens(request.rid, [7], [0.0], timeline={"queue_s": 0.25}))
+        unified.leader.reply(request, "and so on")
+
+    unified.leader.on_generate = reply
+    first, *others = unified.events("/generate", {"text": "x", "stream": True, "sampling_params": {"stop": "so"}})
+    assert "timeline" not in first["meta_info"]
+    timeline = others[-1]["meta_info"]["timeline"]
+    assert timeline["queue_s"] == 0.25 and timeline["total_s"] > 0
+
+
 @pytest.mark.parametrize(("keep", "text"), [(False, "hello "), (True, "hello wor")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_stop_string_ends_text_and_engine_request(unified, keep, text, stream):

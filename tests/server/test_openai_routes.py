@@ -81,6 +81,19 @@ def test_a_stream_may_tell_its_usage_as_it_goes(client):
         assert sum(each[-1] for each in told) == last.usage.completion_tokens
 
 
+def test_an_answer_can_be_begun_by_the_client(client, unified):
+    begun = [*HELLO, {"role": "assistant", "content": "Well,"}]
+    client.chat.completions.create(model="tiny", messages=begun, extra_body={"continue_final_message": True})
+    prompt = byte_tokenizer().decode(last_sent(unified).input_ids, skip_special_tokens=False)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell,"
+    client.chat.completions.create(model="tiny", messages=begun, extra_body={"continue_final_message": False})
+    prompt = byte_tokenizer().decode(last_sent(unified).input_ids, skip_special_tokens=False)
+    assert prompt.endswith("Well,<|im_end|>\n<|im_start|>assistant\n")
+    client.chat.completions.create(model="tiny", messages=HELLO, extra_body={"add_generation_prompt": False})
+    prompt = byte_tokenizer().decode(last_sent(unified).input_ids, skip_special_tokens=False)
+    assert prompt == "<|im_start|>user\nhi<|im_end|>\n"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_can_be_scored_without_a_new_token(client, unified, stream):
     def score(request: wire.Generate) -> None:
@@ -207,6 +220,7 @@ def test_names_that_stand_for_the_served_model(unified, model):
         ("chat/completions", {"messages": [{"content": "x"}]}, "messages[0]: object missing required field role"),
         ("chat/completions", {"messages": [{"role": "user"}]}, "messages[0].content: missing"),
         ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
+        ("chat/completions", {"continue_final_message": True}, "the last message must be a text of the assistant"),
         ("chat/completions", {"top_logprobs": 3}, "top_logprobs: only with logprobs"),
         ("chat/completions", {"logprobs": True, "top_logprobs": 21}, "0 to 20 can be told, not 21"),
         ("chat/completions", {"tools": [{"type": "function"}]}, "tools[0]: object missing required field function"),
