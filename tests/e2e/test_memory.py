@@ -1,4 +1,5 @@
-"""A pair whose decode pool is small: requests share it, leave it and come back, with a unified instance's tokens."""
+"""A pair whose decode pool is small, and so is its host memory: requests share it, leave it and come back, some of them
+computed again, with a unified instance's tokens."""
 
 from __future__ import annotations
 
@@ -28,7 +29,11 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment
     write_random_model(folder / "model", tiny_config(), seed=1)
     bootstrap = free_port()
     model: dict[str, Any] = {"config": CONFIG, "Model__folder": folder / "model"}
-    decode: dict[str, Any] = {"Cache__pages": PAGES + 1, "Disagg__num_reserved_decode_tokens": 16}
+    decode: dict[str, Any] = {
+        "Cache__pages": PAGES + 1,
+        "Cache__host_pages": 8,
+        "Disagg__num_reserved_decode_tokens": 16,
+    }
     started = [
         instance(folder, "prefill", Disagg__bootstrap_port=bootstrap, **model),
         instance(folder, "decode", **model, **decode),
@@ -45,10 +50,11 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment
 
 def test_under_pressure_every_request_gets_its_tokens(parts: tuple[Deployment, Part, int]) -> None:
     pair, unified, _ = parts
+    options = {"max_new_tokens": 300, "temperature": 1, "ignore_eos": True, "repetition_penalty": 1.1}
     bodies = [
         {
             "input_ids": [(17 * number + 3 * index) % 250 for index in range(20 + 9 * number)],
-            "sampling_params": {"max_new_tokens": 300, "temperature": 1, "seed": number, "ignore_eos": True},
+            "sampling_params": options | {"seed": number},
         }
         for number in range(8)
     ]
@@ -57,8 +63,10 @@ def test_under_pressure_every_request_gets_its_tokens(parts: tuple[Deployment, P
     assert [status for status, _ in answers] == [200] * 8
     for body, (_, answer) in zip(bodies, answers, strict=True):
         assert answer["output_ids"] == post(f"{unified.url}/generate", body)[1]["output_ids"]
-    metrics = pair.decode.metrics()
-    assert metrics["pdjax_retractions_total"] == metrics["pdjax_resumed_requests_total"] > 0
+    metrics, again = pair.decode.metrics(), pair.prefill.metrics()["pdjax_rebootstraps_total"]
+    resumed = metrics["pdjax_resumed_requests_total"]
+    assert metrics["pdjax_rebootstraps_total"] == again > 0 and resumed > 0
+    assert metrics["pdjax_retractions_total"] == resumed + again
     assert metrics["pdjax_free_pages"] == PAGES and metrics["pdjax_host_pages"] == 0
     assert metrics["pdjax_compiles_after_warmup_total"] == 0
 
