@@ -92,14 +92,12 @@ class Decode:
         if request.alone:
             self._alone.push(request)
             return
-        now, tokens = self._engine.clock(), len(request.prefill_ids)
-        self._timelines[request.rid] = RoomTimeline(now)
+        tokens = len(request.prefill_ids)
         if tokens > messages.MOST_TOKENS:
-            self.fail(
-                request.rid, 503, f"it has {tokens} tokens, over the {messages.MOST_TOKENS} that fit into a message"
-            )
+            self.fail(request.rid, 503, f"it has {tokens} tokens, and a message takes {messages.MOST_TOKENS}")
             return
         assert request.rendezvous is not None, "only requests with a room are let in"
+        self._timelines[request.rid] = RoomTimeline(self._engine.clock())
         self._open_room(request, request.rendezvous, tokens=messages.pack_tokens(request.prefill_ids))
 
     def _open_room(self, request: Request, rendezvous: Rendezvous, *, follows: str = "", tokens: bytes = b"") -> None:
