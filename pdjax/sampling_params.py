@@ -21,7 +21,7 @@ class SamplingParams:
         top_k: 0 or -1 is off.
         repetition_penalty: over prompt and output; 1 is off. The other penalties are over the output; 0 is off.
         logit_bias: what is added to the logits of tokens, by id.
-        stop: texts that end an answer, and are cut from it.
+        stop: texts that end an answer, and are cut from it unless `include_stop_str_in_output`.
         stop_token_ids: tokens that do.
         seed: with it, the same prompt gives the same tokens; sample i has the seed + i.
         logprobs: at each token, tell its log-probability and that of so many best tokens (0 to 20).
@@ -42,6 +42,7 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     seed: int | None = None
@@ -67,6 +68,7 @@ class SamplingParams:
             logit_bias={str(token): bias for token, bias in (self.logit_bias or {}).items()},
             stop=self.stop,
             stop_token_ids=self.stop_token_ids,
+            no_stop_trim=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
             seed=self.seed,

@@ -113,9 +113,13 @@ def test_stops_end_an_answer(llm, dense):
     assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", tokens[3])
     text = llm.generate(PROMPTS[0], GREEDY)[0].text
     letter = next(each for each in text if each != "\ufffd")
-    (output,) = llm.generate(PROMPTS[0], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, stop=letter))
-    assert output.text == text[: text.index(letter)]
-    assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", letter)
+    for shown in (0, 1):
+        params = SamplingParams(
+            temperature=0, max_tokens=8, ignore_eos=True, stop=letter, include_stop_str_in_output=bool(shown)
+        )
+        (output,) = llm.generate(PROMPTS[0], params)
+        assert output.text == text[: text.index(letter) + shown]
+        assert (output.finish_reason, output.outputs[0].stop_reason) == ("stop", letter)
 
 
 def test_an_answer_can_be_held_to_a_form(llm):

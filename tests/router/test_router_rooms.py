@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from typing import Any
 
@@ -50,8 +51,9 @@ def test_one_room_stands_for_one_prompt_and_for_what_makes_no_sense(path, body):
     ],
 )
 @pytest.mark.parametrize("source", [random.Random(1), Highest()])
-def test_both_halves_meet_in_rooms_that_exist_and_differ(path, body, samples, source):
-    sent = with_rooms(path, body, host="h", port=8998, random_source=source)
+@pytest.mark.parametrize("dp_sizes", [(1, 1), (2, 6)])
+def test_both_halves_meet_in_rooms_that_exist_and_differ(path, body, samples, source, dp_sizes):
+    sent = with_rooms(path, body, host="h", port=8998, random_source=source, dp_sizes=dp_sizes)
     bootstrap = Bootstrap(sent["bootstrap_host"], sent["bootstrap_port"], sent["bootstrap_room"])
     prefill, decode = (
         rendezvous(Instance(role, max_context=100, vocabulary_size=100), bootstrap, samples)
@@ -63,6 +65,9 @@ def test_both_halves_meet_in_rooms_that_exist_and_differ(path, body, samples, so
     assert all(0 <= each.room <= MAX_ROOM for each in met)
     if not isinstance(source, Highest):
         assert len({each.room for each in met}) == len(met)
+    rooms = iter(each.room for each in met)
+    for count in samples if max(samples) <= 128 else []:
+        assert len({tuple(room % dp for dp in dp_sizes) for room in itertools.islice(rooms, count)}) == 1
 
 
 @pytest.mark.parametrize("name", ["data_parallel_rank", "routed_dp_rank", "disagg_prefill_dp_rank"])
