@@ -9,8 +9,9 @@ import queue
 import threading
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -130,7 +131,7 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams
         | Mapping[str, Any]
         | Sequence[SamplingParams | Mapping[str, Any]]
@@ -141,7 +142,8 @@ class LLM:
         """Answer prompts, together.
 
         Args:
-            prompts: texts or lists of token ids, or mappings with `prompt` or `prompt_token_ids`; one or several.
+            prompts: texts or lists of token ids (or arrays of them), or mappings with `prompt` or `prompt_token_ids`;
+                one or several.
             sampling_params: for all, or one for each prompt: `SamplingParams`, or a mapping with SGLang's names.
             use_tqdm: show a progress bar.
 
@@ -152,8 +154,7 @@ class LLM:
             ValueError: a prompt or an option can't be; the sentence says what and why.
             EngineError: the engine has ended or can't take the request.
         """
-        given = [prompts] if isinstance(prompts, str | Mapping) or _is_ids(prompts) else list(prompts)
-        given = [_plain(each) if isinstance(each, Mapping) else each for each in given]
+        given = [_plain(each) if isinstance(each, Mapping) else each for each in _several(prompts)]
         wanted = _for_each(sampling_params, len(given))
         texts = [each if isinstance(each, str) else None for each in given]
         try:
@@ -327,8 +328,14 @@ def _for_each(params: Any, count: int) -> list[SamplingParams | Mapping[str, Any
     return list(params)
 
 
-def _is_ids(prompts: Any) -> bool:
-    return len(prompts) > 0 and all(isinstance(each, int) for each in prompts)
+def _several(prompts: Any) -> list[Any]:
+    """Prompts as a list, also if there is one only."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts are texts or lists of token ids, not {prompts!r:.80}")
+    listed = list(prompts)
+    return [listed] if listed and all(isinstance(each, Integral) for each in listed) else listed
 
 
 def _plain(prompt: Mapping[str, Any]) -> Any:
@@ -341,10 +348,10 @@ def _plain(prompt: Mapping[str, Any]) -> Any:
 
 
 def _ids(prompt: Any) -> list[int]:
-    ids = list(prompt) if isinstance(prompt, Sequence) else None
-    if ids is None or not all(isinstance(each, int) for each in ids):
+    ids = list(prompt) if isinstance(prompt, Iterable) else None
+    if ids is None or not all(isinstance(each, Integral) for each in ids):
         raise ValueError(f"a prompt is a text or a list of token ids, not {prompt!r:.80}")
-    return ids
+    return [int(each) for each in ids]
 
 
 def _in_words(error: HttpError) -> Exception:

@@ -79,6 +79,13 @@ def test_prompts_may_be_mappings_as_vllm_has_them_and_a_bar_counts_answers(llm, 
     assert not capsys.readouterr().err
 
 
+def test_ids_may_be_arrays_and_prompts_may_come_from_anything_that_lists_them(llm):
+    (expected,) = llm.generate([1, 2, 3], GREEDY)
+    for prompts in (np.array([1, 2, 3]), [np.array([1, 2, 3], np.int32)], (1, 2, 3), iter([[1, 2, 3]])):
+        (output,) = llm.generate(prompts, GREEDY)
+        assert (output.prompt_token_ids, output.token_ids) == ([1, 2, 3], expected.token_ids)
+
+
 def test_a_prompt_can_be_scored_without_a_new_token(llm):
     params = SamplingParams(max_tokens=0, prompt_logprobs=2)
     (scored,) = llm.generate([1, 2, 3], params)
@@ -159,6 +166,8 @@ def test_log_probabilities_are_the_dense_models(llm, dense):
         ([], {"temperature": -1}, ""),
         ([[]], None, "the prompt is empty"),
         ([[1], "a", 5], None, "a prompt is a text or a list of token ids, not 5"),
+        (None, None, "prompts are texts or lists of token ids, not None"),
+        ([[1.5]], None, "a prompt is a text or a list of token ids, not [1.5]"),
         ({"text": "x"}, None, "a prompt's mapping has prompt or prompt_token_ids, and nothing else; not ['text']"),
         ([[999]], None, "token id 999 is not in the vocabulary of 260"),
         (["x" * 300], None, "300 tokens"),
