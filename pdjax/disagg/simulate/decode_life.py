@@ -33,7 +33,7 @@ class DecodeLife(Life):
         self.prefix = RankedPages(
             self.layout.dp, pages=settings.decode_pages + 1, rows=settings.decode_pages, page_size=1, enabled=True
         )
-        self.asked: set[str] = set()  # links that were asked for and have not come up
+        self.asked: dict[str, int] = {}  # links that were asked for and have not come up: the number of the attempt
         self.tests: dict[int, bool] = {}  # test messages that have come, and whether they are right
         self._granted: dict[str, RankGrant] = {}  # by request
         self._book = LandingBook(SPEC, self.layout)
@@ -71,13 +71,13 @@ class DecodeLife(Life):
         """Event."""
         self.machine.link_up(end.name, hello, self.now)
 
-    def link_failed(self, link: str, reason: str, gone: bool) -> None:
+    def link_failed(self, link: str, attempt: int, reason: str, gone: bool) -> None:
         """The world's answer to `connect`."""
-        self.receive(self._link_failed, link, reason, gone)
+        self.receive(self._link_failed, link, attempt, reason, gone)
 
-    def _link_failed(self, link: str, reason: str, gone: bool) -> None:
-        if link in self.asked:
-            self.asked.discard(link)
+    def _link_failed(self, link: str, attempt: int, reason: str, gone: bool) -> None:
+        if self.asked.get(link) == attempt:
+            del self.asked[link]
             self.machine.link_failed(link, reason, self.now, gone=gone)
 
     def link_down(self, end: End, reason: str, gone: bool) -> None:
@@ -118,7 +118,7 @@ class DecodeLife(Life):
 
     def close(self, link: str) -> None:
         """See `Host`."""
-        self.asked.discard(link)
+        self.asked.pop(link, None)
         super().close(link)
 
     def free_slot(self, slot: int) -> None:
@@ -128,8 +128,7 @@ class DecodeLife(Life):
 
     def connect(self, link: str, host: str, port: int) -> None:
         """See `DecodeHost`."""
-        self.asked.add(link)
-        self.world.connect(link, self, self.clients.prefills[int(host.removeprefix("p"))])
+        self.asked[link] = self.world.connect(link, self, self.clients.prefills[int(host.removeprefix("p"))])
 
     def draw(self) -> int:
         """See `DecodeHost`."""

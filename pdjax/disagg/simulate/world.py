@@ -98,7 +98,7 @@ class World:
         self.refuse = 0.0  # how likely a write is to fail, now
         self._heap: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
-        self._links = 0
+        self._attempts = 0
         self._orphans: dict[DecodeLife, list[Write]] = {}  # writes that nobody reports on any more
 
     @property
@@ -126,26 +126,32 @@ class World:
 
     # Links
 
-    def connect(self, name: str, decode: DecodeLife, prefill: PrefillLife | None) -> None:
-        """A decode instance asks for a link. `prefill` is who lives at that address; None: nobody."""
+    def connect(self, name: str, decode: DecodeLife, prefill: PrefillLife | None) -> int:
+        """A decode instance asks for a link. `prefill` is who lives at that address; None: nobody. Returns a number for
+        the attempt."""
+        self._attempts += 1
+        attempt = self._attempts
         delay = self.random.uniform(0.002, 0.02)
         if prefill is None or not prefill.alive:
-            self.after(delay, decode.link_failed, name, "connection refused", True)
-        elif prefill.stopped:
-            self.after(TIMEOUTS.link, decode.link_failed, name, "no answer", False)
+            self.after(delay, decode.link_failed, name, attempt, "connection refused", True)
+            return attempt
+        link = Link(name, f"in-{attempt}", prefill, decode)
+        if prefill.stopped:
+            # Its kernel takes the connection, which it answers if it goes on in time.
+            self.after(TIMEOUTS.link, decode.link_failed, name, attempt, "no answer", False)
+            prefill.backlog.append((None, self._joined, (link, prefill, decode, attempt)))
         else:
-            self._links += 1
-            link = Link(name, f"in-{self._links}", prefill, decode)
-            self.after(delay, self._joined, link, prefill, decode)
+            self.after(delay, self._joined, link, prefill, decode, attempt)
+        return attempt
 
-    def _joined(self, link: Link, prefill: PrefillLife, decode: DecodeLife) -> None:
+    def _joined(self, link: Link, prefill: PrefillLife, decode: DecodeLife, attempt: int) -> None:
         name = link.decode.name
-        if not decode.alive or name not in decode.asked:
+        if not decode.alive or decode.asked.get(name) != attempt:
             return  # nobody waits for it any more
         if not prefill.alive:
-            decode.link_failed(name, "it died during the handshake", False)
+            decode.link_failed(name, attempt, "it died during the handshake", False)
             return
-        decode.asked.discard(name)
+        del decode.asked[name]
         decode.links[name] = link.decode
         prefill.links[link.prefill.name] = link.prefill
         self.tell_end(link.prefill, prefill.link_up, decode.hello)
