@@ -77,4 +77,8 @@ def _schema_text(schema: Any) -> str:
             raise HttpError(400, f"json_schema: the text is not JSON: {error}") from error
     if not isinstance(value, dict | bool):
         raise HttpError(400, f"json_schema: a schema is a JSON object, not {type(value).__name__}")
+    if value is False:
+        raise HttpError(400, "json_schema: false allows no answer at all")
+    if value is True:
+        value = {}  # which says the same, and compiles
     return msgspec.json.encode(value).decode()

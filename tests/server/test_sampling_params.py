@@ -46,6 +46,7 @@ def refusal(**fields) -> str:
         ({"logit_bias": {"1": 101}}, "logit_bias: the value of 1 must lie in -100..100, not 101"),
         ({"logit_bias": [1]}, "sampling_params.logit_bias: expected object"),
         ({"json_schema": "{"}, "json_schema: the text is not JSON"),
+        ({"json_schema": False}, "json_schema: false allows no answer"),
         ({"json_schema": "[]"}, "json_schema: a schema is a JSON object, not list"),
         ({"regex": "a", "ebnf": "b"}, "regex and ebnf: an answer can follow only one of them"),
         ({"structural_tag": "x"}, "structural_tag: this option is not supported"),
@@ -99,6 +100,7 @@ def test_what_float32_can_not_hold_is_cut_to_what_it_can():
     [
         ({"json_schema": '{"type": "object"}'}, wire.Grammar("json_schema", '{"type":"object"}')),
         ({"json_schema": {"type": "string"}}, wire.Grammar("json_schema", '{"type":"string"}')),
+        ({"json_schema": True}, wire.Grammar("json_schema", "{}")),
         ({"regex": "a+"}, wire.Grammar("regex", "a+")),
         ({"ebnf": 'root ::= "a"'}, wire.Grammar("ebnf", 'root ::= "a"')),
     ],
