@@ -25,6 +25,7 @@ import os
 import queue
 import socket
 import statistics
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -42,7 +43,7 @@ from pdjax.launch.core import Core, keep_compiled_programs, load_core, make_engi
 from pdjax.launch.fetch import fetch
 from pdjax.server.detokenize import Detokenizer
 from pdjax.server.vocabulary import Vocabulary
-from pdjax.wire import Failed, Generate, SamplingParams, ToFrontend, Tokens, encode
+from pdjax.wire import Failed, Generate, SamplingParams, ToFrontend, Tokens, apart, encode
 
 PARTS = ("schedule", "dispatch", "read", "emit")
 PROMPT_TOKENS = 128
@@ -91,7 +92,10 @@ def serve(config: Config, core: Core, overlap: bool, requests: list[Generate]) -
     said: list[tuple[float, tuple[ToFrontend, ...]]] = []
 
     near, far = socket.socketpair()
-    threading.Thread(target=_drain, args=(far,), daemon=True).start()
+    frontend = subprocess.Popen(
+        ["cat"], stdin=far.fileno(), stdout=subprocess.DEVNULL
+    )  # a process of its own, as the real one
+    far.close()
 
     def emit(*messages: ToFrontend) -> None:
         near.sendall(b"".join(map(encode, messages)))
@@ -112,7 +116,8 @@ def serve(config: Config, core: Core, overlap: bool, requests: list[Generate]) -
     finally:
         del engine.runner.dispatch  # the runner's own is there again for the next engine
         near.close()
-    frames = [(when, frame) for when, messages in said for frame in messages if isinstance(frame, Tokens)]
+        frontend.wait()
+    frames = [(when, frame) for when, messages in said for frame in apart(messages) if isinstance(frame, Tokens)]
     began = max({frame.rid: when for when, frame in reversed(frames)}.values())  # the last one's first token
     together = sum(when > began for when, _ in frames)
     return [frame for _, frame in frames], clock, together / (frames[-1][0] - began)
@@ -202,11 +207,6 @@ def report(name: str, rows: list[dict[str, Any]], speedup: float) -> None:
     for row in rows:
         print(f"  {row['part']:<22}{row['us']:>8.0f}  {row['low']:.0f} to {row['high']:.0f}")
     print(f"  speed with overlap over that without: {speedup:.2f}", flush=True)
-
-
-def _drain(end: socket.socket) -> None:
-    while end.recv(1 << 16):
-        pass
 
 
 def _request(rid: str, seed: int, tokens: int) -> Generate:

@@ -18,7 +18,7 @@ from pdjax.kernels import native
 from pdjax.launch.cache_folder import cache_root
 from pdjax.launch.core import keep_compiled_programs, load_core, make_engine
 from pdjax.launch.devices import emulated_devices
-from pdjax.wire import Abort, Failed, Generate, ToFrontend, Tokens
+from pdjax.wire import Abort, Failed, Generate, ToFrontend, Tokens, apart
 
 START_SECONDS = 1800.0  # to load a model and compile its steps
 STOP_SECONDS = 30.0  # for the step in progress
@@ -107,7 +107,7 @@ class EngineThread:
             self._started.set()
 
     def _emit(self, *messages: ToFrontend) -> None:
-        for message in messages:
+        for message in apart(messages):
             if isinstance(message, Tokens | Failed):
                 replies = self._replies.get(message.rid)
                 if replies is not None:

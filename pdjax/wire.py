@@ -7,6 +7,7 @@ library can read it. `FrameReader` cuts a byte stream into frames without doing 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import msgspec
@@ -122,6 +123,17 @@ class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens"):
     prompt_top_logprobs: list[list[tuple[int, float]]] = []  # as many; the first is empty
 
 
+class MoreTokens(msgspec.Struct, frozen=True, tag_field="type", tag="more_tokens"):
+    """Leader to frontend: one more token of each of some requests, of which nothing else is to say.
+
+    Lists of equal length, since this is most of what a decode step tells; see `apart`.
+    """
+
+    rids: list[str]
+    token_ids: list[int]
+    logprobs: list[float]
+
+
 class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):
     """Leader to frontend: the request has ended without an answer. `status` is the HTTP status that fits."""
 
@@ -168,11 +180,21 @@ class Spans(msgspec.Struct, frozen=True, tag_field="type", tag="spans"):
 
 
 ToLeader = Generate | Abort | Query | Flush | TraceQuery
-ToFrontend = Ready | Tokens | Failed | Stats | Flushed | Spans
+ToFrontend = Ready | Tokens | MoreTokens | Failed | Stats | Flushed | Spans
 
 _encoder = msgspec.msgpack.Encoder()
 _to_leader = msgspec.msgpack.Decoder(ToLeader)
 _to_frontend = msgspec.msgpack.Decoder(ToFrontend)
+
+
+def apart(messages: Iterable[ToFrontend]) -> Iterator[ToFrontend]:
+    """The same, with a `Tokens` for each request in place of `MoreTokens`."""
+    for message in messages:
+        if isinstance(message, MoreTokens):
+            for rid, token_id, logprob in zip(message.rids, message.token_ids, message.logprobs, strict=True):
+                yield Tokens(rid, [token_id], [logprob])
+        else:
+            yield message
 
 
 def encode(message: ToLeader | ToFrontend) -> bytes:

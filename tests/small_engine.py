@@ -19,7 +19,7 @@ from pdjax.engine.unified import Unified
 from pdjax.layers.sharding import instance_mesh
 from pdjax.models.checkpoint import LoadedModel, load_model
 from pdjax.models.random import tiny_config, write_random_model
-from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, SamplingParams, ToFrontend, Tokens
+from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, SamplingParams, ToFrontend, Tokens, apart
 
 PAGE = 4
 POOL_PAGES = 257
@@ -88,7 +88,7 @@ class SmallEngine:
             pages=pages,
             limits=Limits(tiny.max_context, tiny.rows, queued, host_pages),
             eos_token_ids=(EOS,),
-            emit=lambda *messages: self.emitted.extend(messages),
+            emit=lambda *messages: self.emitted.extend(apart(messages)),
             make_role=Unified,
             **more,
         )

@@ -26,7 +26,20 @@ from pdjax.engine.roles import Role
 from pdjax.engine.runner import Runner
 from pdjax.engine.scheduler import Scheduler
 from pdjax.engine.trace import Trace
-from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Query, Spans, Stats, ToFrontend, Tokens, TraceQuery
+from pdjax.wire import (
+    Abort,
+    Failed,
+    Flush,
+    Flushed,
+    Generate,
+    MoreTokens,
+    Query,
+    Spans,
+    Stats,
+    ToFrontend,
+    Tokens,
+    TraceQuery,
+)
 
 IDLE_WAKE = 5.0  # seconds: how often an idle engine looks at its clock
 
@@ -173,7 +186,9 @@ class Engine:
         now = self.clock()
         request.timeline["first_token_s"] = now - request.arrived
         self.trace.request("first token", request, request.arrived, now)
-        frame = self._append(request, token)
+        request.output_ids.append(token.id)
+        self._counters["generated_tokens"] += 1
+        frame = self._tell(request, token, finish_of(request, self._eos_token_ids))
         if frame is not None:
             self.emit(frame)
 
@@ -417,7 +432,6 @@ class Engine:
         """Wait for a step's tokens and hand them out, but for those of requests that have ended."""
         result, step = flight.running.read(), flight.step
         self.trace.computed(flight, self.clock())
-        tokens = [OutputToken(*each) for each in zip(result.token_ids, result.logprobs, result.top, strict=True)]
         if isinstance(step, PrefillStep):
             request = flight.requests[0]
             if self.requests.get(request.rid) is not request:
@@ -427,22 +441,34 @@ class Engine:
                 request.prompt_logprobs = [*known, *result.prompt_logprobs]
                 request.prompt_top = [*top, *result.prompt_top]
             if flight.ends_prompt:
-                self.role.prompt_done(request, step, tokens[0])
+                token = OutputToken(result.token_ids[0], result.logprobs[0], result.top[0])
+                self.role.prompt_done(request, step, token)
             return
-        frames: list[Tokens] = []
-        for request, token in zip(flight.requests, tokens, strict=True):
+        frames: list[ToFrontend] = []
+        going_on = MoreTokens([], [], [])
+        for request, token_id, logprob, top in zip(
+            flight.requests, result.token_ids, result.logprobs, result.top, strict=True
+        ):
             request.pending -= 1
-            if self.requests.get(request.rid) is request:
-                frame = self._append(request, token)
+            if self.requests.get(request.rid) is not request:
+                continue
+            request.output_ids.append(token_id)
+            self._counters["generated_tokens"] += 1
+            finish = finish_of(request, self._eos_token_ids)
+            if finish is None and not top and request.matcher is None:
+                going_on.rids.append(request.rid)
+                going_on.token_ids.append(token_id)
+                going_on.logprobs.append(logprob)
+            else:
+                frame = self._tell(request, OutputToken(token_id, logprob, top), finish)
                 if frame is not None:
                     frames.append(frame)
+        if going_on.rids:
+            frames.append(going_on)
         self.emit(*frames)
 
-    def _append(self, request: Request, token: OutputToken) -> Tokens | None:
-        """Take a token in: what to tell of it, or None if the request has failed by it."""
-        request.output_ids.append(token.id)
-        self._counters["generated_tokens"] += 1
-        finish = finish_of(request, self._eos_token_ids)
+    def _tell(self, request: Request, token: OutputToken, finish: Finish | None) -> Tokens | None:
+        """What to tell of a request's newest token, or None if the request has failed by it."""
         if finish is None and not self._follow(request, token.id):
             return None
         if finish is None and request.matcher is not None and request.matcher.complete:

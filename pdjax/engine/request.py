@@ -22,7 +22,7 @@ class OutputToken(msgspec.Struct, frozen=True):
     top: Top = []
 
 
-@dataclass
+@dataclass(slots=True)  # a step looks at each of many, and most are out of the caches by then
 class Request:
     """A request's life in this instance. Times are in seconds of `time.monotonic`."""
 
@@ -51,10 +51,12 @@ class Request:
     arrived: float = field(default_factory=time.monotonic)
     timeline: dict[str, float] = field(default_factory=dict)
     prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)  # the most that its keys and values can take: the last output token has none
     prefill_ids: list[int] = field(init=False)  # what is computed before it decodes: its prompt; see also `start_over`
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.input_ids)
+        self.max_tokens = self.prompt_tokens + self.sampling.max_new_tokens - 1
         self.prefill_ids = self.input_ids
 
     def start_over(self) -> None:
@@ -86,14 +88,6 @@ class Request:
     def alone(self) -> bool:
         """Whether it has no other half, although its instance has a role: see `pdjax.disagg.alone`."""
         return self.rendezvous is not None and self.rendezvous.host == NO_PARTNER
-
-    @property
-    def max_tokens(self) -> int:
-        """The most tokens that this request's keys and values can take.
-
-        The last output token is never computed on, so it needs no place.
-        """
-        return self.prompt_tokens + self.sampling.max_new_tokens - 1
 
     @property
     def tokens_to_begin(self) -> int:

@@ -49,7 +49,13 @@ class Retraction:
         """Give every request that decodes the pages that its next steps write to, the strongest first."""
         engine, running = self._engine, self._engine.scheduler.running
         # Looked up anew each time: a step that is settled may end requests, and its prompt may begin to decode.
-        while short := [request for request in running.values() if self._is_short(request)]:
+        # Asked of every request at every step, so the usual answer comes cheap.
+        while short := [
+            request
+            for request in running.values()
+            if request.prompt_tokens + len(request.output_ids) >= len(request.pages) * self._page_size
+            and self._missing(request) > 0
+        ]:
             request = max(short, key=standing)
             pages = engine.prefix.grow(request.rid, self._missing(request))
             if pages is not None:
@@ -92,7 +98,7 @@ class Retraction:
 
     def pages_needed(self, request: Request) -> int:
         """Pages for the next decode step and the one after: that is planned before the first's tokens are known."""
-        return self._engine.spec.pages(self._end(request))
+        return self._engine.spec.pages(min(request.next_position + 2, request.max_tokens))
 
     def stats(self) -> dict[str, float]:
         """Who is out, and how often that has happened."""
@@ -104,14 +110,6 @@ class Retraction:
         strangers = [rid for rid in self._out if rid not in self._engine.requests]
         if strangers:
             raise AssertionError(f"in host memory, and not live: {strangers}")
-
-    def _is_short(self, request: Request) -> bool:
-        """Whether pages are missing. Asked of every request at every step, so the usual answer comes cheap."""
-        return self._end(request) > len(request.pages) * self._page_size
-
-    def _end(self, request: Request) -> int:
-        """Where the next two decode steps leave a request, in tokens."""
-        return min(request.next_position + 2, request.max_tokens)
 
     def _missing(self, request: Request) -> int:
         return self.pages_needed(request) - len(request.pages)

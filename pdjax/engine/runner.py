@@ -91,12 +91,13 @@ class RunningStep:
         tops = [row.top for row in self._rows]
         prompt, told = self._prompt, self._targets
         picked = Picked.unpacked(np.asarray(self._picked))
-        token_ids = picked.tokens[places].tolist()
+        tokens, logprobs = picked.tokens.tolist(), picked.logprobs.tolist()
+        token_ids = [tokens[place] for place in places]
         if self._journal is not None:
             self._journal.picked(token_ids)
         return StepResult(
             token_ids=token_ids,
-            logprobs=picked.logprobs[places].tolist(),
+            logprobs=[logprobs[place] for place in places],
             top=_tops(picked.top_ids, picked.top_logprobs, places, tops),
             prompt_logprobs=[] if prompt is None or not told else np.asarray(prompt.logprobs)[:told].tolist(),
             prompt_top=[]

@@ -27,7 +27,7 @@ class Scheduler:
         self._slots: dict[str, int] = {}  # by request id
         self._free_slots: list[int] = []  # a heap of those below the most that were in use together
         self._written: set[str] = set()  # requests whose slots hold their history
-        self._rows: dict[str, Row] = {}  # each request's latest, for as long as it holds
+        self._rows: dict[str, Row] = {}  # each request's latest of those that pick a token, for as long as it holds
         self._budget = prefill_tokens  # prompt tokens that may be computed before the next decode step
 
     @property
@@ -96,8 +96,15 @@ class Scheduler:
         )
 
     def _decode_step(self, requests: list[Request]) -> DecodeStep:
+        rows = []
+        for request in requests:
+            row = self._rows.get(request.rid)
+            # Most rows are as they were in the step before, and `_row` takes many times as long to find that.
+            if row is None or row.pages is not request.pages or row.history or row.banned or row.mask or request.mask:
+                row = self._row(request, picks=True)
+            rows.append(row)
         return DecodeStep(
-            rows=[self._row(request, picks=True) for request in requests],
+            rows=rows,
             token_ids=[ON_DEVICE if request.pending else request.output_ids[-1] for request in requests],
             positions=[request.next_position + request.pending for request in requests],
         )
@@ -114,7 +121,7 @@ class Scheduler:
         banned, mask = banned_tokens(request, self._eos_token_ids), request.mask if picks else b""
         row = self._rows.get(request.rid)
         if row is None or history or row.history or (row.pages, row.banned, row.mask) != (request.pages, banned, mask):
-            row = self._rows[request.rid] = Row(
+            row = Row(
                 rid=request.rid,
                 pages=request.pages,
                 sampling=request.sampling,
@@ -126,6 +133,8 @@ class Scheduler:
                 top=request.top_logprobs,
                 dp_rank=request.dp_rank,
             )
+            if picks:
+                self._rows[request.rid] = row
         return row
 
     def _slot(self, rid: str) -> int:

@@ -113,8 +113,8 @@ class Leader:
         reason = "has ended"
         try:
             while data := await self._reader.read(1 << 16):
-                for body in frames.feed(data):
-                    self._take(wire.decode_to_frontend(body))
+                for message in wire.apart(map(wire.decode_to_frontend, frames.feed(data))):
+                    self._take(message)
         except (OSError, wire.WireError) as error:
             reason = f"can't be understood any more: {error}"
         return f"the engine process of this {self.role} instance {reason}"

@@ -25,7 +25,7 @@ from pdjax.launch.devices import layout_of
 from pdjax.net.events import Frame, LinkDown, LinkUp
 from pdjax.transfer.backend import Drained, Notice, Write, WriteDone
 from pdjax.transfer.staging import Slots
-from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Rendezvous, SamplingParams, ToFrontend, Tokens
+from pdjax.wire import Abort, Failed, Flush, Flushed, Generate, Rendezvous, SamplingParams, ToFrontend, Tokens, apart
 
 HOST, PORT = "prefill", 1
 SLOTS = 3
@@ -157,7 +157,7 @@ class ClosePair:
                 pages=pages if role == "decode" else 257,
                 limits=Limits(tiny.max_context, tiny.rows, 10_000, **limits),
                 eos_token_ids=(EOS,),
-                emit=lambda *messages, side=side: side.emitted.extend(messages),
+                emit=lambda *messages, side=side: side.emitted.extend(apart(messages)),
                 make_role=make,
                 overlap=overlap and role == "decode",
                 prefix_cache=prefix_cache,

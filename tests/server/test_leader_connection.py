@@ -91,6 +91,18 @@ def test_an_id_is_free_again_after_the_end_and_nothing_that_has_ended_is_aborted
     with_leader(test)
 
 
+def test_tokens_of_many_requests_in_one_frame_come_to_each_of_them():
+    async def test(leader: Leader, peer: Peer) -> None:
+        inboxes = [leader.submit([wire.Generate(rid, [1], wire.SamplingParams())]) for rid in "ab"]
+        peer.send(wire.MoreTokens(["a", "gone", "b"], [7, 8, 9], [-0.5, -1.0, -1.5]))
+        assert [await inbox.next() for inbox in inboxes] == [
+            wire.Tokens("a", [7], [-0.5]),
+            wire.Tokens("b", [9], [-1.5]),
+        ]
+
+    with_leader(test)
+
+
 def test_tokens_of_a_request_that_nobody_knows_are_dropped():
     async def test(leader: Leader, peer: Peer) -> None:
         peer.send(wire.Tokens("nobody", [1], [0.0]))
