@@ -5,8 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from pdjax.launch.fetch import fetch
+
+settings.register_profile("loaded-machine", deadline=None)
+settings.load_profile("loaded-machine")
 
 
 @pytest.fixture(scope="session")

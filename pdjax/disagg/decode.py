@@ -10,7 +10,7 @@ from pdjax.disagg import orders
 from pdjax.disagg.admission import Admission
 from pdjax.disagg.alone import Alone
 from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
-from pdjax.disagg.pieces import Arrival, LandingBook, PieceError, Tally
+from pdjax.disagg.pieces import Arrival, LandingBook, PieceError, Tally, TestBook
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
@@ -60,6 +60,7 @@ class Decode:
         self._state = registration.state
         self._book = LandingBook(registration.state, registration.layout)
         self._arrived: dict[int, Arrival] = {}  # the chunk that the instance is being told of, by slot
+        self._tests = TestBook(len({rank.transfer for rank in registration.ranks}))
         self._draining = Tally()  # over the processes
         self._emptying = Tally()  # slots that some process has yet to copy out, over the processes
         self._free_when_empty: set[int] = set()
@@ -231,10 +232,6 @@ class Decode:
         engine.trace.request("alloc wait", request, timeline.arrived, engine.clock())
         return filled * self._layout.cp
 
-    def holds_test(self, number: int) -> bool:
-        """In the region for test messages."""
-        return self._receiver.test_cells.holds(number)
-
     def landed(self, rid: str, notice: messages.ChunkNotice, *, damaged: bool) -> None:
         """For the request's timeline."""
         if damaged:
@@ -328,8 +325,10 @@ class Decode:
                     self._arrived[arrival.chunk.slot] = arrival
                     self._instance.landed(arrival.chunk, self._engine.clock(), damaged=arrival.damaged)
                     del self._arrived[arrival.chunk.slot]
-            case PathTested(number):
-                self._instance.test_came(number, self._engine.clock())
+            case PathTested(number, senders, intact):
+                right = self._tests.came(number, senders, intact=intact)
+                if right is not None:
+                    self._instance.test_came(number, self._engine.clock(), right=right)
             case NoticeRefused(reason):
                 self._refuse(reason)
             case SlotEmptied(slot):

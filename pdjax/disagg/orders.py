@@ -44,6 +44,19 @@ class SendChunk(msgspec.Struct, frozen=True, tag_field="type", tag="send"):
     seconds: float
 
 
+class TestPath(msgspec.Struct, frozen=True, tag_field="type", tag="test"):
+    """Prefill: send the test message of this number to every process of a decode instance. It comes from `senders`
+    processes in all. Ends as a chunk does."""
+
+    __test__ = False  # for pytest, which would take it for tests
+
+    id: int
+    link: str
+    number: int
+    senders: int
+    seconds: float
+
+
 class ScatterChunk(msgspec.Struct, frozen=True, tag_field="type", tag="scatter"):
     """Decode: copy what has landed for this process's ranks out of the chunk's slot into the pool, of which `page_ids`
     are the pages that have some of the chunk."""
@@ -90,9 +103,11 @@ class PieceLanded(msgspec.Struct, frozen=True, tag_field="type", tag="landed"):
 
 
 class PathTested(msgspec.Struct, frozen=True, tag_field="type", tag="tested"):
-    """A test message has come to this process."""
+    """One of the test messages of a number has come to this process; `intact`: as it was sent."""
 
     number: int
+    senders: int
+    intact: bool
 
 
 class NoticeRefused(msgspec.Struct, frozen=True, tag_field="type", tag="refused"):
@@ -113,7 +128,7 @@ class Dry(msgspec.Struct, frozen=True, tag_field="type", tag="dry"):
     id: int
 
 
-Order = OpenPath | ClosePath | SendChunk | ScatterChunk | ZeroPages | Drain
+Order = OpenPath | ClosePath | SendChunk | TestPath | ScatterChunk | ZeroPages | Drain
 Report = ChunkSent | PathLost | PieceLanded | PathTested | NoticeRefused | SlotEmptied | Dry
 
 _encoder = msgspec.msgpack.Encoder()

@@ -9,6 +9,8 @@ from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice
 from pdjax.disagg.protocol.topology import plan_of_room
 from pdjax.transfer.layout import Chunk, Layout, LayoutError, Transfer
 
+_OPEN_TESTS = 1024
+
 
 class PieceError(Exception):
     """A piece that belongs to no chunk; the sentence says why."""
@@ -44,6 +46,31 @@ class Tally:
             return None
         del self._open[id]
         return Over(error)
+
+
+class TestBook:
+    """Which test messages have come to an instance's processes, one from each of the sender's to each of its own.
+
+    Args:
+        receivers: processes of this instance.
+    """
+
+    __test__ = False  # for pytest, which would take it for tests
+
+    def __init__(self, receivers: int) -> None:
+        self._receivers = receivers
+        self._open: dict[int, tuple[int, bool]] = {}  # messages that have not come, and whether the others were right
+
+    def came(self, number: int, senders: int, *, intact: bool) -> bool | None:
+        """One of `senders` has sent its message. Returns whether all were right, if this was the last of the number."""
+        left, right = self._open.pop(number, (senders * self._receivers, True))
+        right = right and intact
+        if left <= 1:
+            return right
+        self._open[number] = left - 1, right
+        if len(self._open) > _OPEN_TESTS:
+            del self._open[next(iter(self._open))]  # whoever waited for it has given up
+        return None
 
 
 @dataclass

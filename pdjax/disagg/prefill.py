@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pdjax.disagg import orders
 from pdjax.disagg.alone import Alone
-from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk
+from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk, TestPath
 from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
@@ -248,9 +248,11 @@ class Prefill:
         engine.trace.request("gather", request, start, now, bytes=notice.nbytes)
 
     def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
-        """From this process, the leader's, to the peer's leader's."""
-        self._sending.begin(id, 1)
-        self._sender.test_path(id, link, number, deadline)
+        """Have every process send it."""
+        self._sending.begin(id, self._processes)
+        sent = self._order(TestPath(id, link, number, self._processes, deadline - self._engine.clock()))
+        if sent is not None:
+            self._post(sent)
 
     def finish(self, rid: str) -> None:
         """Answer the client with the first token."""

@@ -20,7 +20,7 @@ class Receiver:
 
     def __init__(self, part: Part) -> None:
         self.backend = part.backend
-        self.test_cells = PathTestCells(part.backend, receives=True)
+        self._test_cells = PathTestCells(part.backend, receives=True)
         self._runner = part.runner
         self._layout = part.layout
         self._state = part.state
@@ -78,7 +78,8 @@ class Receiver:
         except messages.ProtocolError as error:
             return NoticeRefused(str(error))
         if isinstance(notice, messages.PathNotice):
-            return PathTested(notice.number)
+            intact = not self._verify or self._test_cells.holds(notice.number, notice.sender)
+            return PathTested(notice.number, notice.senders, intact)
         ring = self._rings.get(notice.rank)
         if ring is None:
             return NoticeRefused(f"a notice for rank {notice.rank} has come to a process that does not have it")

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from pdjax.disagg import orders
-from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk
+from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk, TestPath
 from pdjax.disagg.part import Part
 from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
@@ -82,6 +82,8 @@ class Sender:
                 return None
             case SendChunk():
                 return self._send(order)
+            case TestPath():
+                return self._test_path(order)
             case _:
                 raise TypeError(f"a prefill process was told {type(order).__name__}")
 
@@ -95,24 +97,6 @@ class Sender:
             case WriteFailed(id, cause):
                 return self._ended(id, cause)
         return None
-
-    def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
-        """Send a test message to a peer's leader; ends as a chunk does."""
-        offset = self._test_cells.fill(number)
-        self._tally.begin(id, 1)
-        self.backend.write(
-            Write(
-                id=self._new_write(id),
-                peer=self._peers[link].names[0],
-                region=PATH_REGION,
-                offset=offset,
-                peer_region=PATH_REGION,
-                peer_offset=offset,
-                nbytes=CELL,
-                notice=messages.encode(messages.PathNotice(number)),
-                deadline=deadline,
-            )
-        )
 
     def path(self, link: str) -> str:
         """How bytes reach a peer, in words."""
@@ -142,6 +126,31 @@ class Sender:
                 self.backend.connect(name, transfer)
         except TransferError as error:
             return PathLost(order.link, str(error))
+        return None
+
+    def _test_path(self, order: TestPath) -> ChunkSent | None:
+        peer = self._peers.get(order.link)
+        if peer is None:
+            return ChunkSent(order.id, f"the path of {order.link} is closed")
+        sender = min(self._staging)
+        offset = self._test_cells.fill(order.number, sender)
+        notice = messages.encode(messages.PathNotice(order.number, sender, order.senders))
+        processes = list(dict.fromkeys(peer.names))
+        self._tally.begin(order.id, len(processes))
+        for name in processes:
+            self.backend.write(
+                Write(
+                    id=self._new_write(order.id),
+                    peer=name,
+                    region=PATH_REGION,
+                    offset=offset,
+                    peer_region=PATH_REGION,
+                    peer_offset=offset,
+                    nbytes=CELL,
+                    notice=notice,
+                    deadline=time.monotonic() + order.seconds,
+                )
+            )
         return None
 
     def _send(self, order: SendChunk) -> ChunkSent | None:

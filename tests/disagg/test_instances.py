@@ -62,9 +62,6 @@ class Host:
     def drain(self, id: int) -> None:
         self.drains.append(id)
 
-    def holds_test(self, number: int) -> bool:
-        return self.right
-
     def draw(self) -> int:
         return 99
 
@@ -93,7 +90,7 @@ def linked(host: Host, instance: DecodeInstance, now: float, hello: bytes = HELL
 def come(host: Host, instance: DecodeInstance, now: float) -> None:
     """The test message that was asked for last has come."""
     asked = next(message for message in reversed(host.sent) if isinstance(message, messages.PathTest))
-    instance.test_came(asked.number, now)
+    instance.test_came(asked.number, now, right=host.right)
 
 
 def granted(host: Host, instance: DecodeInstance, now: float = 0.0, hello: bytes = HELLO[1]) -> None:

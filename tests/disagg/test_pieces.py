@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 
 from pdjax.cache.spec import StateSpec
-from pdjax.disagg.pieces import LandingBook, PieceError, Tally
+from pdjax.disagg.pieces import LandingBook, PieceError, Tally, TestBook
 from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice, decode_notice, encode
 from pdjax.disagg.protocol.topology import plan_of_room
 from pdjax.transfer.backend import MAX_NOTICE
@@ -104,3 +104,31 @@ def test_a_write_has_ended_when_all_of_its_parts_have_and_says_what_failed_first
     assert whole is not None and whole.error is None
     over = tally.ended(1, "later")
     assert over is not None and over.error == "the peer is gone"
+
+
+@given(
+    senders=st.integers(1, 4), receivers=st.integers(1, 4), wrong=st.none() | st.integers(0, 15), seed=st.integers(0, 9)
+)
+def test_a_path_has_passed_when_every_process_has_heard_from_every_other_and_nothing_came_wrong(
+    senders: int, receivers: int, wrong: int | None, seed: int
+) -> None:
+    """Messages of two tests, in any order."""
+    book = TestBook(receivers)
+    of_each = senders * receivers
+    messages = [(number, at) for number in (7, 8) for at in range(of_each)]
+    random.Random(seed).shuffle(messages)
+    left = {7: of_each, 8: of_each}
+    for number, at in messages:
+        right = book.came(number, senders, intact=(number, at) != (7, wrong))
+        left[number] -= 1
+        assert (right is None) == (left[number] > 0)
+        if right is not None:
+            assert right == (number == 8 or wrong is None or wrong >= of_each)
+
+
+def test_tests_that_never_end_are_forgotten() -> None:
+    book = TestBook(2)
+    for number in range(5000):
+        assert book.came(number, 1, intact=True) is None
+    assert book.came(4999, 1, intact=True) is True
+    assert book.came(0, 1, intact=True) is None

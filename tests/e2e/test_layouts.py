@@ -202,6 +202,15 @@ def test_a_piece_that_one_process_has_damaged_is_sent_again(fleet: Fleet) -> Non
         at_rest(part)
 
 
+def test_a_path_between_workers_that_moves_nothing_is_found_before_it_has_traffic(fleet: Fleet) -> None:
+    fleet.order.write_text("lose tests 1")
+    lost = fleet.room("cp2 x tp2", "tp4")
+    wait_ended(lost)
+    fleet.order.write_text("")
+    assert lost.decode is not None and lost.decode.status == 502 and "failed its test" in lost.decode.error
+    assert is_right(fleet, fleet.room("cp2 x tp2", "tp4"))
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_room_that_is_aborted_while_all_ranks_write_gives_its_slots_back_when_the_last_has_ended(
     fleet: Fleet, side: str

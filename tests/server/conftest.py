@@ -3,11 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 from scripted_leader import FrontendProcess
-
-settings.register_profile("loaded-machine", deadline=None)
-settings.load_profile("loaded-machine")
 
 
 def _process(tmp_path_factory: pytest.TempPathFactory, role: str, **info) -> Iterator[FrontendProcess]:

@@ -130,12 +130,12 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
         self._timers.watch(self._paths)
         self._host.send(link, messages.encode(messages.PathTest(number)))
 
-    def test_came(self, number: int, now: float) -> None:
-        """A test message has come. A link whose data path works may be used by those who wait for it."""
+    def test_came(self, number: int, now: float, *, right: bool) -> None:
+        """A test message has come to every process. A link whose data path works may be used by those who wait for
+        it."""
         link = self._paths.link_of(number)
         if link is None:
             return
-        right = not self._registration.verify or self._host.holds_test(number)
         again = self._paths.came(link, now, right=right)
         if again is not None:
             self._test_path(link, again)

@@ -66,7 +66,8 @@ class PrefillHost(Host, Protocol):
         ...
 
     def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
-        """Send a test message over the data path. Its end is reported like a write's."""
+        """Send a test message over the data path, from every process to every process of the peer. Their end is
+        reported like a write's."""
         ...
 
     def finish(self, rid: str) -> None:
@@ -88,10 +89,6 @@ class DecodeHost(Host, Protocol):
     def reserve(self, rid: str, *, share: bool) -> int | None:
         """Give a request the pages of its prompt. Returns how many of them, from the first on, hold it already; or
         None: there is no room now. Without `share` none may."""
-        ...
-
-    def holds_test(self, number: int) -> bool:
-        """Whether the test message with this number has come and is right."""
         ...
 
     def landed(self, rid: str, notice: ChunkNotice, *, damaged: bool) -> None:

@@ -15,7 +15,7 @@ from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.topology import Rank, incomplete
 from pdjax.transfer.layout import Layout, LayoutError, plan
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
 EARLY, PREFILL_COMPLETE = "early", "prefill_complete"
 MOST_TOKENS = 1_000_000  # of a `Rebootstrap`, to stay under a link's largest message
@@ -113,7 +113,7 @@ class Refused(msgspec.Struct, frozen=True, tag_field="type", tag="refused"):
 
 
 class PathTest(msgspec.Struct, frozen=True, tag_field="type", tag="path_test"):
-    """Decode to prefill: send me this test message over the data path."""
+    """Decode to prefill: send me this test message over the data path, from each of your processes to each of mine."""
 
     number: int
 
@@ -158,9 +158,11 @@ class PieceNotice(msgspec.Struct, frozen=True, tag_field="type", tag="piece"):
 
 
 class PathNotice(msgspec.Struct, frozen=True, tag_field="type", tag="path"):
-    """Comes with a test message."""
+    """Comes with a test message, of which each of the sender's processes sends one."""
 
     number: int
+    sender: int  # the lowest of the ranks of the process that has sent it
+    senders: int
 
 
 Notice = PieceNotice | PathNotice

@@ -34,7 +34,6 @@ class DecodeLife(Life):
             self.layout.dp, pages=settings.decode_pages + 1, rows=settings.decode_pages, page_size=1, enabled=True
         )
         self.asked: dict[str, int] = {}  # links that were asked for and have not come up: the number of the attempt
-        self.tests: dict[int, bool] = {}  # test messages that have come, and whether they are right
         self._granted: dict[str, RankGrant] = {}  # by request
         self._book = LandingBook(SPEC, self.layout)
         self._arrived: dict[int, Arrival] = {}  # the chunk that the machine is being told of, by slot
@@ -108,9 +107,9 @@ class DecodeLife(Life):
             self.machine.landed(arrival.chunk, self.now, damaged=arrival.damaged)
             del self._arrived[slot]
 
-    def test_came(self, number: int) -> None:
+    def test_came(self, number: int, right: bool) -> None:
         """Event of the data path."""
-        self.machine.test_came(number, self.now)
+        self.machine.test_came(number, self.now, right=right)
 
     def drained(self, id: int) -> None:
         """Event of the data path."""
@@ -144,10 +143,6 @@ class DecodeLife(Life):
             return None
         self._granted[rid] = grant
         return grant.cached
-
-    def holds_test(self, number: int) -> bool:
-        """See `DecodeHost`."""
-        return self.tests.pop(number)
 
     def landed(self, rid: str, notice: messages.ChunkNotice, *, damaged: bool) -> None:
         """See `DecodeHost`."""

@@ -257,8 +257,7 @@ class World:
         prefill = link.prefill.life
         decode = link.decode.life
         if link.path and decode.alive:
-            decode.tests[number] = right
-            decode.receive(decode.test_came, number)
+            decode.receive(decode.test_came, number, right)
         prefill.receive(prefill.write_ended, id, None if link.path else "the path was closed")
 
     def close_path(self, link: Link, *, by_death: bool) -> None:

@@ -2,7 +2,8 @@
 
 It is found by its entry point when this folder is on PYTHONPATH. The file that `PDJAX_TEST_DELAY` names holds seconds;
 without it, or with nothing in it, writes leave at once. Messages that test the path are not held. "drop" in it loses
-every write and tells nobody; "damage" and the number of a process cuts that one's next write short.
+every write and tells nobody; "damage" and the number of a process cuts that one's next write short, and "lose tests"
+and its number loses the messages with which that one tests its paths.
 """
 
 from __future__ import annotations
@@ -36,15 +37,16 @@ class DelayedBackend:
 
     def write(self, write: Write) -> None:
         said = self._said()
-        if said == "drop":
+        rank = os.environ["PMI_RANK"]
+        if said == "drop" or (write.region == PATH_REGION and said == f"lose tests {rank}"):
             self._on_event(WriteDone(write.id))
             return
-        if write.region != PATH_REGION and said == f"damage {os.environ['PMI_RANK']}":
+        if write.region != PATH_REGION and said == f"damage {rank}":
             self._file.write_text("")
             print(f"a write of {write.nbytes} bytes is cut short", flush=True)
             self._inner.write(dataclasses.replace(write, nbytes=write.nbytes // 2))
             return
-        seconds = 0.0 if said.startswith("damage") else float(said or 0)
+        seconds = 0.0 if said.startswith(("damage", "lose tests")) else float(said or 0)
         if not seconds or write.region == PATH_REGION:
             self._inner.write(write)
             return
