@@ -124,7 +124,6 @@ BAD = [
     ("generate", {"text": "hi", "sampling_params": {"max_new_tokens": -1}}, "max_new_tokens"),
     ("generate", {"input_ids": []}, "empty"),
     ("generate", {"input_ids": [10**6]}, "49152"),
-    ("v1/completions", {"model": "gpt-17", "prompt": "hi"}, "smollm2"),
     ("v1/completions", {"prompt": "hi", "max_tokens": -5}, "max_tokens"),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": -5}, "max_tokens"),
     ("v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "top_q": 1}, "top_p"),
@@ -136,6 +135,11 @@ def test_a_bad_request_gets_400_with_a_sentence_and_leaks_nothing(url: str, path
     status, answer = post(f"{url}/{path}", body)
     assert status == 400, answer
     assert said in answer["error"]["message"] and len(answer["error"]["message"].split()) > 3
+
+
+def test_another_model_is_not_found_and_the_answer_names_the_one_that_is(url: str) -> None:
+    status, answer = post(f"{url}/v1/completions", {"model": "gpt-17", "prompt": "hi"})
+    assert status == 404 and "smollm2" in answer["error"]["message"]
 
 
 def test_after_all_that_every_page_is_home(unified: Part, pair: Deployment) -> None:
