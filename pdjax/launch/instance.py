@@ -98,7 +98,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
 
     from pdjax.engine.engine import Stop
     from pdjax.engine.unified import Unified
-    from pdjax.launch.core import load_core, make_engine, meet, start_jax
+    from pdjax.launch.core import freeze_heap, load_core, make_engine, meet, start_jax
     from pdjax.launch.leading import Leading
 
     leading = None
@@ -141,6 +141,7 @@ def _serve(role: str, config: Config, folder: Path, inbox: queue.SimpleQueue[obj
             config.disagg.bootstrap_host, config.disagg.bootstrap_port
         )
     core.runner.expect_no_compile()
+    freeze_heap()
     if leading is not None:
         leading.begin(core.runner)
     frontend.ready(info)

@@ -69,7 +69,7 @@ def _follow(
 
     from pdjax.engine.host_pages import HostPages
     from pdjax.engine.lockstep import Follower
-    from pdjax.launch.core import load_core, meet, start_jax
+    from pdjax.launch.core import freeze_heap, load_core, meet, start_jax
 
     assert world.worker is not None, "a worker has a leader"
     start_jax(world, config.instance)
@@ -87,6 +87,7 @@ def _follow(
             each.part.warm_up()
     meet("warm")
     core.runner.expect_no_compile()
+    freeze_heap()
 
     def check() -> None:
         core.runner.check_integrity()
