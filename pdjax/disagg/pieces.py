@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from pdjax.cache.spec import StateSpec
@@ -24,14 +25,21 @@ class Over:
 
 
 class Tally:
-    """Things in several parts, by number: each is over when its last part has ended."""
+    """Things in several parts, by number: each is over when its last part has ended.
 
-    def __init__(self) -> None:
+    Args:
+        most: how many may be open; the oldest of more is forgotten.
+    """
+
+    def __init__(self, most: float = math.inf) -> None:
+        self._most = most
         self._open: dict[int, tuple[int, str | None]] = {}  # parts that have not ended, and the first error
 
     def begin(self, id: int, parts: int) -> None:
         """Something of so many parts, 1 or more."""
         self._open[id] = parts, None
+        if len(self._open) > self._most:
+            del self._open[next(iter(self._open))]
 
     def __contains__(self, id: int) -> bool:
         """Whether it is not over."""
@@ -59,18 +67,14 @@ class TestBook:
 
     def __init__(self, receivers: int) -> None:
         self._receivers = receivers
-        self._open: dict[int, tuple[int, bool]] = {}  # messages that have not come, and whether the others were right
+        self._tally = Tally(_OPEN_TESTS)  # whoever waited for an older one has given up
 
     def came(self, number: int, senders: int, *, intact: bool) -> bool | None:
         """One of `senders` has sent its message. Returns whether all were right, if this was the last of the number."""
-        left, right = self._open.pop(number, (senders * self._receivers, True))
-        right = right and intact
-        if left <= 1:
-            return right
-        self._open[number] = left - 1, right
-        if len(self._open) > _OPEN_TESTS:
-            del self._open[next(iter(self._open))]  # whoever waited for it has given up
-        return None
+        if number not in self._tally:
+            self._tally.begin(number, senders * self._receivers)
+        over = self._tally.ended(number, None if intact else "damaged")
+        return None if over is None else over.error is None
 
 
 @dataclass

@@ -238,10 +238,7 @@ class Prefill:
         engine, start = self._engine, self._engine.clock()
         request = engine.requests[rid]
         page_ids = pool_pages(request.pages, notice.first_page, notice.pages, cp=self._layout.cp)
-        self._sending.begin(id, self._processes)
-        sent = self._order(SendChunk(id, link, slot, notice, request.prompt_tokens, page_ids, deadline - start))
-        if sent is not None:
-            self._post(sent)
+        self._send(SendChunk(id, link, slot, notice, request.prompt_tokens, page_ids, deadline - start))
         now = engine.clock()
         self._writing[id] = request, now, notice.nbytes
         engine.trace.request("slot wait", request, self._computed.get(rid, start), start)
@@ -249,10 +246,7 @@ class Prefill:
 
     def test_path(self, id: int, link: str, number: int, deadline: float) -> None:
         """Have every process send it."""
-        self._sending.begin(id, self._processes)
-        sent = self._order(TestPath(id, link, number, self._processes, deadline - self._engine.clock()))
-        if sent is not None:
-            self._post(sent)
+        self._send(TestPath(id, link, number, self._processes, deadline - self._engine.clock()))
 
     def finish(self, rid: str) -> None:
         """Answer the client with the first token."""
@@ -276,6 +270,13 @@ class Prefill:
         if self._processes > 1:
             self._engine.runner.announce(RoleOrder(orders.encode(order)))
         return self._sender.carry_out(order)
+
+    def _send(self, order: SendChunk | TestPath) -> None:
+        """Have every process send something. That all of it has ended is heard later, also of what ends at once."""
+        self._sending.begin(order.id, self._processes)
+        sent = self._order(order)
+        if sent is not None:
+            self._post(sent)
 
     def _hear(self, report: orders.Report | None) -> None:
         """A process, this one or another, reports."""

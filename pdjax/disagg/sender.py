@@ -30,6 +30,11 @@ class _Peer:
     slot_bytes: list[int]
     names: list[str]
 
+    @property
+    def processes(self) -> list[str]:
+        """The names, once each."""
+        return list(dict.fromkeys(self.names))
+
     def offset(self, order: SendChunk, transfer: Transfer) -> int:
         """Where a piece of a chunk begins in its destination's region, in bytes."""
         return order.chunk.slot * self.slot_bytes[transfer.piece.destination] + transfer.destination_offset
@@ -77,13 +82,14 @@ class Sender:
                 return self._open(order)
             case ClosePath(link):
                 peer = self._peers.pop(link, None)
-                for name in dict.fromkeys(peer.names) if peer is not None else ():
+                for name in peer.processes if peer is not None else ():
                     self.backend.disconnect(name)
                 return None
-            case SendChunk():
-                return self._send(order)
-            case TestPath():
-                return self._test_path(order)
+            case SendChunk() | TestPath():
+                peer = self._peers.get(order.link)
+                if peer is None:
+                    return ChunkSent(order.id, f"the path of {order.link} is closed")
+                return self._send(order, peer) if isinstance(order, SendChunk) else self._test_path(order, peer)
             case _:
                 raise TypeError(f"a prefill process was told {type(order).__name__}")
 
@@ -100,7 +106,7 @@ class Sender:
 
     def path(self, link: str) -> str:
         """How bytes reach a peer, in words."""
-        return ", ".join(dict.fromkeys(map(self.backend.path, self._peers[link].names)))
+        return ", ".join(dict.fromkeys(map(self.backend.path, self._peers[link].processes)))
 
     def _new_write(self, chunk: int) -> int:
         self._writes += 1
@@ -128,16 +134,12 @@ class Sender:
             return PathLost(order.link, str(error))
         return None
 
-    def _test_path(self, order: TestPath) -> ChunkSent | None:
-        peer = self._peers.get(order.link)
-        if peer is None:
-            return ChunkSent(order.id, f"the path of {order.link} is closed")
+    def _test_path(self, order: TestPath, peer: _Peer) -> None:
         sender = min(self._staging)
         offset = self._test_cells.fill(order.number, sender)
         notice = messages.encode(messages.PathNotice(order.number, sender, order.senders))
-        processes = list(dict.fromkeys(peer.names))
-        self._tally.begin(order.id, len(processes))
-        for name in processes:
+        self._tally.begin(order.id, len(peer.processes))
+        for name in peer.processes:
             self.backend.write(
                 Write(
                     id=self._new_write(order.id),
@@ -151,12 +153,8 @@ class Sender:
                     deadline=time.monotonic() + order.seconds,
                 )
             )
-        return None
 
-    def _send(self, order: SendChunk) -> ChunkSent | None:
-        peer = self._peers.get(order.link)
-        if peer is None:
-            return ChunkSent(order.id, f"the path of {order.link} is closed")
+    def _send(self, order: SendChunk, peer: _Peer) -> ChunkSent | None:
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
         pieces = plan_of_room(self._state, self._layout, peer.layout, order.chunk.room)
         mine = [

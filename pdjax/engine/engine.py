@@ -186,9 +186,7 @@ class Engine:
         now = self.clock()
         request.timeline["first_token_s"] = now - request.arrived
         self.trace.request("first token", request, request.arrived, now)
-        request.output_ids.append(token.id)
-        self._counters["generated_tokens"] += 1
-        frame = self._tell(request, token, finish_of(request, self._eos_token_ids))
+        frame = self._tell(request, token, self._take_in(request, token.id))
         if frame is not None:
             self.emit(frame)
 
@@ -452,9 +450,7 @@ class Engine:
             request.pending -= 1
             if self.requests.get(request.rid) is not request:
                 continue
-            request.output_ids.append(token_id)
-            self._counters["generated_tokens"] += 1
-            finish = finish_of(request, self._eos_token_ids)
+            finish = self._take_in(request, token_id)
             if finish is None and not top and request.matcher is None:
                 going_on.rids.append(request.rid)
                 going_on.token_ids.append(token_id)
@@ -466,6 +462,12 @@ class Engine:
         if going_on.rids:
             frames.append(going_on)
         self.emit(*frames)
+
+    def _take_in(self, request: Request, token_id: int) -> Finish | None:
+        """A new token of a request. Returns why it ends the request, if it does."""
+        request.output_ids.append(token_id)
+        self._counters["generated_tokens"] += 1
+        return finish_of(request, self._eos_token_ids)
 
     def _tell(self, request: Request, token: OutputToken, finish: Finish | None) -> Tokens | None:
         """What to tell of a request's newest token, or None if the request has failed by it."""

@@ -124,7 +124,7 @@ class Router:
     async def _model_info(self, _: Request) -> Response:
         serving = self._serving()
         if not serving:
-            return _json(error_payload(503, self._fleet.missing() or "no instance serves now"), 503)
+            return self._nobody()
         info = serving[0].info
         return _json(
             {
@@ -179,7 +179,7 @@ class Router:
         """What every instance answers alike: the first that serves is asked."""
         serving = self._serving()
         if not serving:
-            return _json(error_payload(503, self._fleet.missing() or "no instance serves now"), 503)
+            return self._nobody()
         asked, headers = serving[0], {"content-type": "application/json"}
         try:
             async with self._session.post(
@@ -188,6 +188,9 @@ class Router:
                 return Response(await response.read(), response.status, media_type="application/json")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return _json(error_payload(502, f"{asked.name} did not answer: {reason_of(error)}"), 502)
+
+    def _nobody(self) -> Response:
+        return _json(error_payload(503, self._fleet.missing() or "no instance serves now"), 503)
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})

@@ -278,8 +278,9 @@ class Clients:
         life.cancel(f"r{room.id}", "the client left")
 
     def prefill_ended(self, room: Room, rid: str, reason: str | None, status: int = 200) -> None:
-        """A prefill half has been answered."""
-        self._end(room, "prefill", reason, status)
+        """A prefill half has been answered, unless no client waits for it: see `computed_again`."""
+        if room.id:
+            self._end(room, "prefill", reason, status)
 
     def decode_started(self, room: Room, rid: str) -> None:
         """A decode half has its prompt."""

@@ -153,15 +153,13 @@ class PrefillLife(Life):
         """See `PrefillHost`."""
         room = self.rooms.pop(rid)
         self._forget(room, rid)
-        if room.id:
-            self.clients.prefill_ended(room, rid, None)
+        self.clients.prefill_ended(room, rid, None)
 
     def fail(self, rid: str, status: int, reason: str) -> None:
         """See `Host`."""
         room = self.rooms.pop(rid)
         self._forget(room, rid)
-        if room.id:
-            self.clients.prefill_ended(room, rid, reason, status)
+        self.clients.prefill_ended(room, rid, reason, status)
 
     def _pool(self, room: Room) -> Pages:
         return self.pages[follow_bootstrap_room(room.number, self.layout)]
