@@ -140,6 +140,10 @@ class Disagg:
                                        "hung; longer than any step takes")  # fmt: skip
     allocation: str = _option("early", "early: decode reserves pages before it claims a room; prefill_complete: only "
                                        "when the prompt is computed; the same on both sides")  # fmt: skip
+    dp_policy: str = _option(
+        "follow_bootstrap_room", "follow_bootstrap_room: a room is in dp rank room mod dp; lookup: in the rank that "
+                                 "suits its instance best, which the peer is told; the two sides may differ in this"
+    )  # fmt: skip
     num_reserved_decode_tokens: int = _option(
         0, "tokens that decode reserves pages for beyond those that a request has; 0: as many as requests have needed "
            "lately"
@@ -151,6 +155,8 @@ class Disagg:
             _require(getattr(self, f"{name}_timeout") > 0, f"{name}_timeout must be above 0")
         policies = ("early", "prefill_complete")
         _require(self.allocation in policies, f"allocation is early or prefill_complete, not {self.allocation!r}")
+        ways = ("follow_bootstrap_room", "lookup")
+        _require(self.dp_policy in ways, f"dp_policy is follow_bootstrap_room or lookup, not {self.dp_policy!r}")
         _require(self.num_reserved_decode_tokens >= 0, "num_reserved_decode_tokens must be 0 or more")
 
 

@@ -5,7 +5,7 @@ Rows are counted here too: what a rank takes on is bound by its pages and by its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pdjax.cache.allocator import PageAllocator
@@ -84,16 +84,15 @@ class RankedPages:
         pages: int,
         cached: int,
         spare: int = 0,
-        rank: int | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> RankGrant | None:
         """Give a request its first pages, all or none; None means that there are too few now, or no row.
 
         Args:
-            rank: where; None: in the rank with the fewest requests that has room, among equals in the one that knows
-                most of the text, then in the one with the most pages.
+            ranks: where, the first of them that has room; None: `by_load`.
             owner, token_ids, pages, cached, spare: see `PrefixCache.begin`; `spare` is of the rank's pages.
         """
-        for place in self._by_load(token_ids) if rank is None else [rank]:
+        for place in self.by_load(token_ids) if ranks is None else ranks:
             if self.allocators[place].owners >= self._rows:
                 continue
             grant = self.ranks[place].begin(owner, token_ids, pages=pages, cached=cached, spare=spare)
@@ -127,12 +126,20 @@ class RankedPages:
         for cache in self.ranks:
             cache.check_integrity()
 
-    def _by_load(self, token_ids: Sequence[int]) -> list[int]:
+    def by_load(self, token_ids: Sequence[int]) -> list[int]:
+        """All ranks: first those with the fewest requests, among equals those that know most of the text, then those
+        with the most pages."""
+        return self._sorted(lambda rank: (self.allocators[rank].owners, -self._known(rank, token_ids)))
+
+    def by_text(self, token_ids: Sequence[int]) -> list[int]:
+        """All ranks: first those that know most of the text, among equals those with the fewest requests, then those
+        with the most pages."""
+        return self._sorted(lambda rank: (-self._known(rank, token_ids), self.allocators[rank].owners))
+
+    def _known(self, rank: int, token_ids: Sequence[int]) -> int:
+        return len(self.ranks[rank].known(token_ids, len(token_ids)))
+
+    def _sorted(self, key: Callable[[int], tuple[int, int]]) -> list[int]:
         if len(self.ranks) == 1:
             return [0]
-
-        def load(rank: int) -> tuple[int, int, int]:
-            cache = self.ranks[rank]
-            return (self.allocators[rank].owners, -len(cache.known(token_ids, len(token_ids))), -cache.available)
-
-        return sorted(range(len(self.ranks)), key=load)
+        return sorted(range(len(self.ranks)), key=lambda rank: (*key(rank), -self.ranks[rank].available))

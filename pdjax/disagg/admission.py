@@ -26,7 +26,7 @@ class Admission:
     def __init__(self, engine: Engine, requeue: Callable[[Request], None]) -> None:
         self._engine = engine
         self.retraction = Retraction(engine, requeue)
-        self._refused: tuple[Request | None, int, int] = (None, 0, 0)
+        self._refused: tuple[Request | None, int, int, set[int]] = (None, 0, 0, set())
 
     def poll(self) -> None:
         """See that those who decode can go on, and bring back who had to leave."""
@@ -34,30 +34,41 @@ class Admission:
         self.retraction.resume(self._may_return)
 
     def reserve(self, request: Request, *, share: bool) -> int | None:
-        """Give a request the pages of its prompt and of its first steps in its dp rank, with `share` what is cached of
-        it first. Of one that is computed again, its tokens so far are the prompt.
+        """Give a request the pages of its prompt and of its first steps in a dp rank, with `share` what is cached of it
+        first. Of one that is computed again, its tokens so far are the prompt.
 
         Returns how many pages, from the first on, hold the prompt already; or None: not now.
         """
-        engine, rank = self._engine, request.dp_rank
+        engine = self._engine
         if not engine.has_free_row():
             return None
-        if any(out.priority >= request.priority for out in self.retraction.out if out.dp_rank == rank):
-            return None
+        closed = {out.dp_rank for out in self.retraction.out if out.priority >= request.priority}
         # Asked before each step. Who decodes only needs more, until somebody's pages come back or a prompt is here.
-        asked = (request, engine.prefix.ended, len(engine.scheduler.running))
+        asked = (request, engine.prefix.ended, len(engine.scheduler.running), closed)
         if asked == self._refused:
             return None
         self._refused = asked
         engine.publish_prompts()
         held = engine.spec.pages(request.tokens_to_begin)
         cached = len(request.prefill_ids) // engine.spec.page_size if share else 0
-        known = engine.prefix.ranks[rank].known(request.prefill_ids, cached)
+        fitting = [
+            rank for rank in self._ranks(request) if rank not in closed and self._fits(request, rank, held, cached)
+        ]
+        return engine.give_pages(request, held, cached=cached, ranks=fitting)
+
+    def _ranks(self, request: Request) -> list[int]:
+        """The dp ranks that it may be in, best first: every decode step has as many rows as the fullest one."""
+        if request.wanted_rank is not None:
+            return [request.wanted_rank]
+        prefix = self._engine.prefix
+        return prefix.by_text(request.prefill_ids) if request.sample_of else prefix.by_load(request.prefill_ids)
+
+    def _fits(self, request: Request, rank: int, held: int, cached: int) -> bool:
+        """Whether a dp rank has room for it, if it is given `held` pages there, at most `cached` of them cached."""
+        known = self._engine.prefix.ranks[rank].known(request.prefill_ids, cached)
         running, moving = self._inside(rank)
         moving.append(self._demand(request, held, known))
-        if not fits(engine.prefix.rank_capacity, running=running, moving=moving):
-            return None
-        return engine.give_pages(request, held, cached=cached, rank=rank)
+        return fits(self._engine.prefix.rank_capacity, running=running, moving=moving)
 
     def _may_return(self, request: Request) -> bool:
         engine, held, rank = self._engine, self.retraction.pages_needed(request), request.dp_rank

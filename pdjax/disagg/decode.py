@@ -14,9 +14,10 @@ from pdjax.disagg.pieces import Arrival, LandingBook, PieceError, Tally, TestBoo
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
+from pdjax.disagg.protocol.hosts import Given
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.timers import NEVER
-from pdjax.disagg.protocol.topology import follow_bootstrap_room
+from pdjax.disagg.protocol.topology import FOLLOW_BOOTSTRAP_ROOM, dp_rank_of
 from pdjax.disagg.receiver import Receiver
 from pdjax.disagg.timeline import RoomTimeline
 from pdjax.engine.engine import Engine
@@ -50,6 +51,7 @@ class Decode:
         processes: int,
         registration: messages.Registration,
         timeouts: Timeouts,
+        dp_policy: str = FOLLOW_BOOTSTRAP_ROOM,
     ) -> None:
         self._engine = engine
         self._network = network
@@ -58,6 +60,7 @@ class Decode:
         self._processes = processes
         self._layout = registration.layout
         self._state = registration.state
+        self._dp_policy = dp_policy
         self._book = LandingBook(registration.state, registration.layout)
         self._arrived: dict[int, Arrival] = {}  # the chunk that the instance is being told of, by slot
         self._tests = TestBook(len({rank.transfer for rank in registration.ranks}))
@@ -80,7 +83,8 @@ class Decode:
             self._alone.push(request)
         else:
             try:
-                request.dp_rank = follow_bootstrap_room(request.rendezvous.room, self._layout, request.wanted_rank)
+                room = request.rendezvous.room
+                request.wanted_rank = dp_rank_of(room, self._layout, request.wanted_rank, self._dp_policy)
             except ValueError as error:
                 self._engine.fail(request, 400, f"data_parallel_rank: {error}")
                 return
@@ -88,8 +92,8 @@ class Decode:
             self._open_room(request, request.rendezvous, follows=request.sample_of)
 
     def _compute_again(self, request: Request) -> None:
-        """A request has lost its pages: its prefill instance computes them again, in another room of the same number,
-        which stands for the same dp ranks."""
+        """A request has lost its pages: its prefill instance computes them again, in another room of the same
+        number."""
         if request.alone:
             self._alone.push(request)
             return
@@ -221,7 +225,7 @@ class Decode:
         else:
             self._slots.free(slot)
 
-    def reserve(self, rid: str, *, share: bool) -> int | None:
+    def reserve(self, rid: str, *, share: bool) -> Given | None:
         """Pages for its prompt and its first steps."""
         engine, request = self._engine, self._engine.requests[rid]
         filled = self._admission.reserve(request, share=share)
@@ -230,7 +234,7 @@ class Decode:
         timeline = self._timelines[rid]
         timeline.reserved, timeline.reused_tokens = engine.clock(), filled * engine.spec.page_size
         engine.trace.request("alloc wait", request, timeline.arrived, engine.clock())
-        return filled * self._layout.cp
+        return Given(filled * self._layout.cp, request.dp_rank)
 
     def landed(self, rid: str, notice: messages.ChunkNotice, *, damaged: bool) -> None:
         """For the request's timeline."""

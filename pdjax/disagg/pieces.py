@@ -2,15 +2,38 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice
-from pdjax.disagg.protocol.topology import plan_of_room
-from pdjax.transfer.layout import Chunk, Layout, LayoutError, Transfer
+from pdjax.transfer.layout import Chunk, Layout, LayoutError, Transfer, TransferPlan, plan
 
 _OPEN_TESTS = 1024
+
+
+def plan_of_chunk(spec: StateSpec, prefill: Layout, decode: Layout, chunk: ChunkNotice) -> TransferPlan:
+    """How a chunk moves between the dp ranks that its room has on both sides. Among ranks with copies of it, each room
+    has another one send.
+
+    Raises:
+        LayoutError: it can't be moved between such layouts, or there is no such dp rank.
+    """
+    # No more of a room's number matters than this: so the few plans of a pair are each worked out once.
+    turn = chunk.room // prefill.dp % prefill.tp if prefill.dp > 0 and prefill.tp > 0 else 0
+    return _plan(spec, prefill, decode, chunk.source_dp_rank, chunk.destination_dp_rank, turn)
+
+
+@functools.lru_cache(maxsize=1024)  # asked for with every piece
+def _plan(
+    spec: StateSpec, prefill: Layout, decode: Layout, source_dp_rank: int, destination_dp_rank: int, turn: int
+) -> TransferPlan:
+    for side in (prefill, decode):
+        side.check(spec)
+    return plan(
+        spec, prefill, decode, source_dp_rank=source_dp_rank, destination_dp_rank=destination_dp_rank, turn=turn
+    )
 
 
 class PieceError(Exception):
@@ -135,7 +158,7 @@ class LandingBook:
     def _expect(self, notice: PieceNotice) -> Arrival:
         chunk = notice.chunk
         try:
-            pieces = plan_of_room(self._spec, notice.layout, self._layout, chunk.room)
+            pieces = plan_of_chunk(self._spec, notice.layout, self._layout, chunk)
         except LayoutError as error:
             raise PieceError(f"a piece of a layout that cannot be: {error}") from error
         transfers = pieces.transfers(Chunk(chunk.first_page, chunk.pages, notice.prompt_tokens))

@@ -11,10 +11,11 @@ from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendCh
 from pdjax.disagg.pieces import Tally
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
+from pdjax.disagg.protocol.hosts import Given
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.timers import NEVER
-from pdjax.disagg.protocol.topology import follow_bootstrap_room
+from pdjax.disagg.protocol.topology import FOLLOW_BOOTSTRAP_ROOM, dp_rank_of
 from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine
 from pdjax.engine.orders import RoleOrder, RoleReport
@@ -49,6 +50,7 @@ class Prefill:
         post: Callable[[object], None],
         registration: messages.Registration,
         timeouts: Timeouts,
+        dp_policy: str = FOLLOW_BOOTSTRAP_ROOM,
     ) -> None:
         self._engine = engine
         self._network = network
@@ -57,6 +59,7 @@ class Prefill:
         self._processes = processes
         self._layout = registration.layout
         self._state = registration.state
+        self._dp_policy = dp_policy
         self._post = post
         self._sending = Tally()  # chunks, over the processes
         self._alone = Alone(self._begin)
@@ -78,7 +81,7 @@ class Prefill:
             self._alone.push(request)
             return
         try:
-            request.dp_rank = follow_bootstrap_room(rendezvous.room, self._layout, forced=request.wanted_rank)
+            request.wanted_rank = dp_rank_of(rendezvous.room, self._layout, request.wanted_rank, self._dp_policy)
         except ValueError as error:
             self._engine.fail(request, 400, f"data_parallel_rank: {error}")
             return
@@ -218,17 +221,21 @@ class Prefill:
         """Like a request of the frontend, which does not know this one and passes over what it is told of it."""
         one = SamplingParams(max_new_tokens=1, temperature=0.0)
         request = Request(rid, token_ids, one, seed=0, rendezvous=Rendezvous("", 0, room), priority=priority)
-        request.dp_rank = follow_bootstrap_room(room, self._layout)
+        request.wanted_rank = dp_rank_of(room, self._layout, None, self._dp_policy)
         return self._engine.accept(request)
 
-    def begin_prompt(self, rid: str) -> int | None:
+    def begin_prompt(self, rid: str) -> Given | None:
         """Pages, and a place in the scheduler."""
         request = self._engine.requests[rid]
-        return request.cached_tokens // self._state.page_size if self._begin(request) else None
+        if not self._begin(request):
+            return None
+        return Given(request.cached_tokens // self._state.page_size, request.dp_rank)
 
     def _begin(self, request: Request) -> bool:
-        engine = self._engine
-        if not engine.begin_prompt(request, rank=request.dp_rank):
+        engine, rank = self._engine, request.wanted_rank
+        # One prompt is computed at a time, by all ranks: what counts is which of them knows its beginning.
+        ranks = engine.prefix.by_text(request.prefill_ids) if rank is None else [rank]
+        if not engine.begin_prompt(request, ranks=ranks):
             return False
         engine.scheduler.add_prefill(request)
         return True

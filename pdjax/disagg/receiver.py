@@ -7,8 +7,9 @@ import jax
 from pdjax.disagg import orders
 from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
 from pdjax.disagg.part import Part
+from pdjax.disagg.pieces import plan_of_chunk
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.topology import plan_of_room, region_of
+from pdjax.disagg.protocol.topology import region_of
 from pdjax.transfer.backend import Drained, Notice
 from pdjax.transfer.layout import Block, Chunk, Span, block_layers
 from pdjax.transfer.path_test import PathTestCells
@@ -105,7 +106,7 @@ class Receiver:
 
     def _scatter(self, order: ScatterChunk) -> None:
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
-        pieces = plan_of_room(self._state, order.layout, self._layout, order.chunk.room)
+        pieces = plan_of_chunk(self._state, order.layout, self._layout, order.chunk)
 
         def scatter(device: Device, shard: jax.Array) -> jax.Array:
             rank = self._rank_of[device]

@@ -11,9 +11,9 @@ import numpy as np
 from pdjax.disagg import orders
 from pdjax.disagg.orders import ChunkSent, ClosePath, OpenPath, PathLost, SendChunk, TestPath
 from pdjax.disagg.part import Part
-from pdjax.disagg.pieces import Tally
+from pdjax.disagg.pieces import Tally, plan_of_chunk
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.topology import Rank, in_order, plan_of_room
+from pdjax.disagg.protocol.topology import Rank, in_order
 from pdjax.kernels import native
 from pdjax.transfer.backend import PeerLost, TransferError, Write, WriteDone, WriteFailed
 from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan, block_layers
@@ -156,7 +156,7 @@ class Sender:
 
     def _send(self, order: SendChunk, peer: _Peer) -> ChunkSent | None:
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)
-        pieces = plan_of_room(self._state, self._layout, peer.layout, order.chunk.room)
+        pieces = plan_of_chunk(self._state, self._layout, peer.layout, order.chunk)
         mine = [
             (number, transfer)
             for number, transfer in enumerate(pieces.transfers(chunk))

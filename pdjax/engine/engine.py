@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -195,17 +195,17 @@ class Engine:
         self._end(request)
         self.emit(tokens_frame(request, token, finish))
 
-    def begin_prompt(self, request: Request, *, spare: int = 0, rank: int | None = None) -> bool:
+    def begin_prompt(self, request: Request, *, spare: int = 0, ranks: Sequence[int] | None = None) -> bool:
         """Give a request the pages that it begins with, cached ones first. False: there are too few now.
 
-        `rank` is the dp rank that it belongs to; None: the least loaded. The last prompt token is always computed: the
-        first output token is picked from its logits. `spare` pages remain available.
+        `ranks` are the dp ranks that it may be in, see `RankedPages.begin`. The last prompt token is always computed:
+        the first output token is picked from its logits. `spare` pages remain available.
         """
         self.publish_prompts()
         page_size = self.spec.page_size
         pages = self.spec.pages(request.tokens_to_begin)
         cached = (len(request.prefill_ids) - 1) // page_size if request.use_cache else 0
-        found = self.give_pages(request, pages, cached=cached, spare=spare, rank=rank)
+        found = self.give_pages(request, pages, cached=cached, spare=spare, ranks=ranks)
         if found is None:
             return False
         request.computed = found * page_size
@@ -220,13 +220,15 @@ class Engine:
                 self.prefix.publish(other.rid, other.prefill_ids[: other.computed], other.pages)
 
     def give_pages(
-        self, request: Request, pages: int, *, cached: int, spare: int = 0, rank: int | None = None
+        self, request: Request, pages: int, *, cached: int, spare: int = 0, ranks: Sequence[int] | None = None
     ) -> int | None:
         """Give a request its first pages, at most `cached` of them from the prefix cache; `spare` remain available.
 
         Returns how many are, and so hold its first tokens already, or None: there are too few pages now.
         """
-        grant = self.prefix.begin(request.rid, request.prefill_ids, pages=pages, cached=cached, spare=spare, rank=rank)
+        grant = self.prefix.begin(
+            request.rid, request.prefill_ids, pages=pages, cached=cached, spare=spare, ranks=ranks
+        )
         if grant is None:
             return None
         request.dp_rank, request.pages = grant.rank, grant.pages

@@ -80,7 +80,7 @@ class Retraction:
                 pages=self.pages_needed(request),
                 cached=request.next_position // engine.spec.page_size,
                 spare=engine.scheduler.running_in(request.dp_rank),
-                rank=request.dp_rank,
+                ranks=[request.dp_rank],
             )
             if grant is None:
                 full.add(request.dp_rank)

@@ -93,6 +93,7 @@ class Unified:
             if any(other.priority >= request.priority for other in before):
                 return
             spare = -(-len(engine.scheduler.running) // engine.runner.dp)
-            if not engine.begin_prompt(request, spare=spare, rank=request.wanted_rank):
+            ranks = None if request.wanted_rank is None else [request.wanted_rank]
+            if not engine.begin_prompt(request, spare=spare, ranks=ranks):
                 return
             engine.scheduler.add_prefill(self._waiting.pop())

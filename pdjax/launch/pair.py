@@ -105,11 +105,17 @@ def make_pair(
     )
 
     def make_role(engine: Engine) -> Role:
-        slots, processes = Slots(config.transfer.slots), len(descriptions)
-        shared = {"network": network, "registration": registration, "timeouts": timeouts}
+        shared = {
+            "network": network,
+            "slots": Slots(config.transfer.slots),
+            "processes": len(descriptions),
+            "registration": registration,
+            "timeouts": timeouts,
+            "dp_policy": config.disagg.dp_policy,
+        }
         if isinstance(part, Sender):
-            return Prefill(engine, sender=part, slots=slots, processes=processes, post=post, **shared)
-        return Decode(engine, receiver=part, slots=slots, processes=processes, **shared)
+            return Prefill(engine, sender=part, post=post, **shared)
+        return Decode(engine, receiver=part, **shared)
 
     return Pair(network, part, make_role)
 

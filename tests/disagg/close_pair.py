@@ -17,7 +17,7 @@ from pdjax.disagg.part import Part
 from pdjax.disagg.prefill import Prefill
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.topology import ranks_of
+from pdjax.disagg.protocol.topology import FOLLOW_BOOTSTRAP_ROOM, ranks_of
 from pdjax.disagg.receiver import Receiver
 from pdjax.disagg.sender import Sender
 from pdjax.engine.engine import Engine, Limits
@@ -112,6 +112,7 @@ class ClosePair:
         overlap: bool = True,
         prefix_cache: bool = True,
         decode_processes: int = 1,
+        dp_policy: str = FOLLOW_BOOTSTRAP_ROOM,
         **limits: int,
     ) -> None:
         self.prefill, self.decode = Side(), Side()
@@ -147,6 +148,7 @@ class ClosePair:
             side.hello = messages.encode(registration)
             shared: dict[str, Any] = {"network": side, "registration": registration, "timeouts": timeouts}
             shared |= {"slots": Slots(SLOTS), "processes": decode_processes if role == "decode" else 1}
+            shared["dp_policy"] = dp_policy
             if role == "prefill":
                 sender = Sender(Part(tiny.runner, **memory))
                 make = lambda engine, p=sender, k=shared, post=side.inbox.put: Prefill(  # noqa: E731

@@ -10,6 +10,7 @@ import pytest
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk, PrefillAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
+from pdjax.disagg.protocol.hosts import Given
 from pdjax.disagg.protocol.path_tests import ATTEMPTS, IDLE
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
 from pdjax.disagg.protocol.quarantine import FIRST_LOOK
@@ -51,10 +52,10 @@ class Host:
     def free_slot(self, slot: int) -> None:
         self.slots.append(slot)
 
-    def reserve(self, rid: str, *, share: bool) -> int | None:
+    def reserve(self, rid: str, *, share: bool) -> Given | None:
         if self.pages:
             self.reserved.append(rid)
-        return 0 if self.pages else None
+        return Given(0) if self.pages else None
 
     def fail(self, rid: str, status: int, reason: str) -> None:
         self.failed[rid] = reason
@@ -467,9 +468,9 @@ def test_prompts_get_pages_by_priority_and_one_at_a_time_among_equals() -> None:
     begun: list[str] = []
 
     class Computes(PrefillHost):
-        def begin_prompt(self, rid: str) -> int:
+        def begin_prompt(self, rid: str) -> Given:
             begun.append(rid)
-            return 0
+            return Given(0)
 
     instance = prefill(Computes())
     for number, (rid, priority) in enumerate([("a", 0), ("b", 0), ("urgent", 1)]):
@@ -485,6 +486,33 @@ def test_prompts_get_pages_by_priority_and_one_at_a_time_among_equals() -> None:
     assert begun == ["a", "urgent", "b"]
 
 
+@pytest.mark.parametrize(("slot", "dp_rank"), [(Settings().slots, 0), (-1, 0), (0, 1), (0, -1)])
+def test_a_grant_of_what_the_peer_does_not_have_is_refused_and_nothing_is_written_there(
+    slot: int, dp_rank: int
+) -> None:
+    written: list[messages.ChunkNotice] = []
+
+    class Writes(PrefillHost):
+        def begin_prompt(self, rid: str) -> Given:
+            return Given(0)
+
+        def write(self, id: int, link: str, slot: int, rid: str, notice: messages.ChunkNotice, deadline: float) -> None:
+            written.append(notice)
+
+    host = Writes()
+    instance = prefill(host)
+    instance.frame("in", messages.encode(messages.Claim(3, 77, 4, b"d")), 0.0)
+    instance.submit(PrefillAsk("r", 3, 4, b"d"), 0.0)
+    instance.tick(0.0)
+    instance.computing("r", 0, 4, 0.0)
+    instance.computed("r", 0.0)
+    instance.frame("in", messages.encode(messages.SlotGrant(3, 77, 0, slot, dp_rank)), 0.0)
+    assert not written and instance.stats()["refused_frames_total"] == 1
+    assert isinstance(host.sent[-1], messages.Refused) and f"dp_rank={dp_rank}" in host.sent[-1].reason
+    instance.frame("in", messages.encode(messages.SlotGrant(3, 77, 0, 0)), 0.0)
+    assert [notice.slot for notice in written] == [0]
+
+
 class Takes(PrefillHost):
     """Notes what it is to compute again. `refusal`: why it can't."""
 
@@ -498,8 +526,8 @@ class Takes(PrefillHost):
             self.taken[rid] = token_ids
         return self.refusal
 
-    def begin_prompt(self, rid: str) -> int:
-        return 0
+    def begin_prompt(self, rid: str) -> Given:
+        return Given(0)
 
     def close_path(self, link: str) -> None:
         assert link == "in"

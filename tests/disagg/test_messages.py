@@ -26,8 +26,8 @@ def registration(role: str = "prefill", **changes: object) -> messages.Registrat
 
 
 def test_any_msgpack_reads_our_messages() -> None:
-    read = msgpack.unpackb(messages.encode(messages.SlotGrant(1 << 62, 7, 3, 2)))
-    assert read == {"type": "slot_grant", "room": 1 << 62, "generation": 7, "chunk": 3, "slot": 2}
+    read = msgpack.unpackb(messages.encode(messages.SlotGrant(1 << 62, 7, 3, 2, dp_rank=1)))
+    assert read == {"type": "slot_grant", "room": 1 << 62, "generation": 7, "chunk": 3, "slot": 2, "dp_rank": 1}
 
 
 @given(st.lists(st.integers(0, 2**32 - 1)), st.binary(max_size=3))

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 
 from pdjax.cache.spec import StateSpec
-from pdjax.disagg.pieces import LandingBook, PieceError, Tally, TestBook
+from pdjax.disagg.pieces import LandingBook, PieceError, Tally, TestBook, plan_of_chunk
 from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice, decode_notice, encode
-from pdjax.disagg.protocol.topology import plan_of_room
 from pdjax.transfer.backend import MAX_NOTICE
 from pdjax.transfer.layout import Chunk, Layout
 
@@ -23,7 +22,7 @@ LAYOUTS = [
 
 
 def pieces_of(chunk: ChunkNotice, source: Layout, destination: Layout) -> list[PieceNotice]:
-    whole = plan_of_room(SPEC, source, destination, chunk.room)
+    whole = plan_of_chunk(SPEC, source, destination, chunk)
     transfers = whole.transfers(Chunk(chunk.first_page, chunk.pages, 50))
     return [
         PieceNotice(chunk, 50, source, number, t.piece.destination, t.destination_offset, t.nbytes, 9.0 - number, 7)

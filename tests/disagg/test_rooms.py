@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ class World:
                     firsts = range(self.prefill.first_page, self.prompt_pages, self.chunk_pages)
                     self.computing = True
                     self.compute.extend((f, min(self.chunk_pages, self.prompt_pages - f)) for f in firsts)
-                case actions.Transfer(chunk, slot, first, pages):
+                case actions.Transfer(chunk, slot, _, first, pages):
                     self.prefill.write_started()
                     notice = messages.ChunkNotice(
                         ROOM, self.prefill.generation or 0, chunk, slot, first, pages, pages * PAGE_BYTES
@@ -324,15 +325,16 @@ def test_a_notice_that_lies_about_its_pages_fails_the_room_and_writes_nothing() 
     assert not any(world.pages) and "speaks of" in world.ended["decode"][0]
 
 
-def test_a_chunk_for_a_page_that_was_not_asked_for_fails_the_room_and_writes_nothing() -> None:
+@pytest.mark.parametrize("lie", [{"first_page": 1}, {"destination_dp_rank": 1}])
+def test_a_chunk_for_a_page_that_was_not_asked_for_fails_the_room_and_writes_nothing(lie: dict[str, int]) -> None:
     world = World(seed=1, prompt_pages=4, chunk_pages=2, filled=2)
     world.request()
     world.claim()
     notice = first_write(world)
-    world.do_decode(world.decode.landed(msgspec.structs.replace(notice, first_page=1), world.now))
+    world.do_decode(world.decode.landed(msgspec.structs.replace(notice, **lie), world.now))
     world.run()
     world.check_ended()
-    assert world.pages == ["filled", "filled", "", ""] and "of [2, 4)" in world.ended["decode"][0]
+    assert world.pages == ["filled", "filled", "", ""] and "its pages are [2, 4)" in world.ended["decode"][0]
 
 
 def test_ends_are_final_and_every_other_state_can_fail() -> None:

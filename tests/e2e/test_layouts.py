@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "tp2": {"tp": 2},
     "tp4": {"processes": 2, "devices_per_process": 2},  # of two heads: each is on both devices of a process
     "dp2": {"dp": 2},  # rooms go to either device by their number
-    "dp4": {"dp": 4},
+    "dp4": {"dp": 4},  # which of them is looked up
     "cp2": {"cp": 2},
     "cp2 x tp2": {"processes": 2, "devices_per_process": 2, "cp": 2},  # a process for each part of a request
     "pp2": {"pp": 2},  # a layer each
@@ -101,6 +101,8 @@ def fleet(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Fle
         for layout, sizes in LAYOUTS.items():
             options: dict[str, Any] = {"env": env, "Model__folder": model, **SHAPE}
             options |= {f"Instance__{name}": size for name, size in sizes.items()}
+            if layout == "dp4":
+                options["Disagg__dp_policy"] = "lookup"
             if any(layout == prefill for prefill, _ in PAIRS):
                 found.prefill[layout] = instance(folder, "prefill", **options, Disagg__bootstrap_port=0)
             if any(layout == decode for _, decode in PAIRS):

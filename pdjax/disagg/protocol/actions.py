@@ -30,6 +30,7 @@ class Transfer(msgspec.Struct, frozen=True, gc=False):
 
     chunk: int
     slot: int
+    dp_rank: int  # of the peer
     first_page: int
     pages: int
 

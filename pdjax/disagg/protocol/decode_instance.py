@@ -7,7 +7,7 @@ from pdjax.disagg.protocol.actions import Action, Drain, Fail, FreeSlot, GrantSl
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_links import DecodeLinks, Job
 from pdjax.disagg.protocol.decode_room import DecodeRoom
-from pdjax.disagg.protocol.hosts import DecodeHost
+from pdjax.disagg.protocol.hosts import DecodeHost, Given
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.slot_queue import SlotQueue
 from pdjax.disagg.protocol.states import RoomState
@@ -121,19 +121,19 @@ class DecodeInstance(DecodeLinks):
     def _give_pages(self, now: float) -> None:
         while (job := self._turns.first) is not None:
             # A room that was claimed before has asked for all of its pages.
-            filled = self._host.reserve(job.ask.rid, share=self._early)
-            if filled is None:
+            given = self._host.reserve(job.ask.rid, share=self._early)
+            if given is None:
                 return
             self._turns.discard(job.ask.rid)
-            job.has_pages, job.first_page = True, filled
-            self._reserved(job, now)
+            job.pages = given
+            if self._early:
+                self._meet(job, now)
+            else:
+                self._go_on(job, given, now)
 
-    def _reserved(self, job: Job, now: float) -> None:
-        """A request has its pages: find its prefill instance, or go on with the chunks that have asked for slots."""
-        if self._early:
-            self._meet(job, now)
-            return
-        job.room.pages_found(now)
+    def _go_on(self, job: Job, given: Given, now: float) -> None:
+        """A claimed room has its pages: now for the chunks that have asked for slots."""
+        job.room.pages_found(given.dp_rank, now)
         self._timers.watch(job.room)
         for chunk in job.held:
             self._slot_queue.push(job.room, chunk)
@@ -148,7 +148,7 @@ class DecodeInstance(DecodeLinks):
         if job is not None and not job.met:
             job.met = now
         self._do(room, room.received(link, message, now), now)
-        if job is not None and not job.has_pages and isinstance(message, messages.Handoff) and not room.state.final:
+        if job is not None and job.pages is None and isinstance(message, messages.Handoff) and not room.state.final:
             self._want_pages(job)
 
     def _of_generation(self, number: int, generation: int) -> DecodeRoom | None:
@@ -161,7 +161,7 @@ class DecodeInstance(DecodeLinks):
         match action:
             case GrantSlot(chunk):
                 job = self._jobs[room.room]
-                if job.has_pages:
+                if job.pages is not None:
                     self._slot_queue.push(room, chunk)
                     self._grant_slots(now)
                 else:

@@ -8,7 +8,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.actions import Action
 from pdjax.disagg.protocol.asks import DECODE_COUNTERS, DecodeAsk
 from pdjax.disagg.protocol.decode_room import DecodeRoom, Reserved
-from pdjax.disagg.protocol.hosts import DecodeHost
+from pdjax.disagg.protocol.hosts import DecodeHost, Given
 from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.path_tests import PathTests
 from pdjax.disagg.protocol.prefill_room import Timeouts
@@ -24,8 +24,7 @@ class Job:
 
     ask: DecodeAsk
     room: DecodeRoom
-    has_pages: bool = False
-    first_page: int = 0  # of its prompt's pages, the first that is not filled already
+    pages: Given | None = None
     met: float = 0.0
     held: list[int] = field(default_factory=list)
     followers: list[Job] = field(default_factory=list)
@@ -106,8 +105,9 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
             ask.prompt_tokens,
             ask.prompt_digest,
             ask.pages,
-            has_pages=job.has_pages,
-            first_page=job.first_page,
+            has_pages=job.pages is not None,
+            first_page=job.pages.filled if job.pages is not None else 0,
+            dp_rank=job.pages.dp_rank if job.pages is not None else 0,
             tokens=ask.tokens,
             priority=ask.priority,
         )

@@ -23,6 +23,7 @@ class Reserved(msgspec.Struct, frozen=True, gc=False):
     pages: int  # that hold the prompt
     has_pages: bool = True
     first_page: int = 0  # of these, the first that is not filled already
+    dp_rank: int = 0
     tokens: bytes = b""
     priority: int = 0
 
@@ -56,6 +57,7 @@ class DecodeRoom:
     waits_for: str = ""
     waits_seconds: float = 0.0
     has_pages: bool = True
+    dp_rank: int = 0  # that has the pages
     closed: bool = False  # it is over and holds nothing
     _pages: int = 0
     _first_page: int = 0
@@ -93,7 +95,7 @@ class DecodeRoom:
         self.link = self.peer = told.link
         self.generation, self._pages, self._prompt_tokens = told.generation, told.pages, told.prompt_tokens
         self._first_page, self._covered = told.first_page, _bits(0, told.first_page)
-        self.waits_for, self.has_pages = "", told.has_pages
+        self.waits_for, self.has_pages, self.dp_rank = "", told.has_pages, told.dp_rank
         self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
         self.deadline = now + self.timeouts.waiting
         claim = self.room, told.generation, told.prompt_tokens, told.prompt_digest, told.first_page
@@ -101,10 +103,10 @@ class DecodeRoom:
             return [Send(told.link, wire.Rebootstrap(*claim, tokens=told.tokens, priority=told.priority))]
         return [Send(told.link, wire.Claim(*claim))]
 
-    def pages_found(self, now: float) -> None:
-        """A room that was claimed without pages has them now."""
+    def pages_found(self, dp_rank: int, now: float) -> None:
+        """A room that was claimed without pages has them now, in a dp rank."""
         if not self.state.final:
-            self.has_pages, self.waits_for = True, ""
+            self.has_pages, self.dp_rank, self.waits_for = True, dp_rank, ""
             self._expect_more(now)
 
     def received(self, link: str, message: wire.RoomMessage, now: float) -> list[Action]:
@@ -135,7 +137,7 @@ class DecodeRoom:
         if self.state is RoomState.WAITING_FOR_INPUT:
             self.state = advance(self.state, RoomState.TRANSFERRING)
         self._granted[chunk] = slot
-        return [Send(self.link, wire.SlotGrant(self.room, self._claimed(), chunk, slot))]
+        return [self._grant(self.link, chunk, slot)]
 
     def landed(self, notice: wire.ChunkNotice, now: float) -> list[Action]:
         """A chunk's bytes are in its slot."""
@@ -150,12 +152,14 @@ class DecodeRoom:
         # Pages before the first that was asked for may be others', too, and are never written.
         fits = (
             self._first_page <= notice.first_page < end <= self._pages
+            and notice.destination_dp_rank == self.dp_rank
             and notice.nbytes == notice.pages * self.page_bytes
         )
         if not fits:
             reason = (
                 f"chunk {notice.chunk} of room {self.room} speaks of {notice.nbytes} bytes for pages "
-                f"[{notice.first_page}, {end}) of [{self._first_page}, {self._pages}) with {self.page_bytes} bytes each"
+                f"[{notice.first_page}, {end}) of dp rank {notice.destination_dp_rank}; its pages are "
+                f"[{self._first_page}, {self._pages}) of dp rank {self.dp_rank}, with {self.page_bytes} bytes each"
             )
             return [FreeSlot(slot), *self.cancel(502, reason, now)]
         self._covered |= _bits(notice.first_page, end)
@@ -179,7 +183,7 @@ class DecodeRoom:
             reason = f"chunk {notice.chunk} of room {self.room} arrived damaged {times} times"
             return [FreeSlot(slot), *self.cancel(502, reason, now)]
         self._expect_more(now)
-        return [Send(self.link, wire.SlotGrant(self.room, self._claimed(), notice.chunk, slot))]
+        return [self._grant(self.link, notice.chunk, slot)]
 
     def link_lost(self, reason: str, now: float, *, gone: bool) -> list[Action]:
         """The link to the prefill side has ended; `reason` is a sentence. `gone`: so has its process, without doubt."""
@@ -265,6 +269,9 @@ class DecodeRoom:
         if self.link is None or self.generation is None:
             return []
         return [Send(self.link, wire.Abort(self.room, self.generation, *self._failure))]
+
+    def _grant(self, link: str, chunk: int, slot: int) -> Send:
+        return Send(link, wire.SlotGrant(self.room, self._claimed(), chunk, slot, self.dp_rank))
 
     def _close_when_dry(self) -> None:
         if self.state.final and not self._granted:

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import msgspec
+
 from pdjax.disagg.protocol.messages import ChunkNotice, Handoff, PromptLogprobs, Registration
+
+
+class Given(msgspec.Struct, frozen=True, gc=False):
+    """Pages that a request was given in one dp rank; `filled` of them, from the first on, hold its prompt already."""
+
+    filled: int
+    dp_rank: int = 0
 
 
 class Host(Protocol):
@@ -55,9 +64,9 @@ class PrefillHost(Host, Protocol):
         it can't be taken."""
         ...
 
-    def begin_prompt(self, rid: str) -> int | None:
-        """Give a request the pages of its prompt and queue it for computing. Returns how many of its pages the prefix
-        cache had, or None: there is no room now."""
+    def begin_prompt(self, rid: str) -> Given | None:
+        """Give a request the pages of its prompt and queue it for computing; of the prefix cache's, all but the last
+        page may be filled. None: there is no room now."""
         ...
 
     def write(self, id: int, link: str, slot: int, rid: str, notice: ChunkNotice, deadline: float) -> None:
@@ -86,9 +95,9 @@ class DecodeHost(Host, Protocol):
         """A random number of 63 bits."""
         ...
 
-    def reserve(self, rid: str, *, share: bool) -> int | None:
-        """Give a request the pages of its prompt. Returns how many of them, from the first on, hold it already; or
-        None: there is no room now. Without `share` none may."""
+    def reserve(self, rid: str, *, share: bool) -> Given | None:
+        """Give a request the pages of its prompt. Without `share` none of them may hold it already. None: there is no
+        room now."""
         ...
 
     def landed(self, rid: str, notice: ChunkNotice, *, damaged: bool) -> None:

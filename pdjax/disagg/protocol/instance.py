@@ -83,9 +83,7 @@ class Instance(Generic[H, R, J, P]):
         try:
             message = messages.decode_message(body)
         except messages.ProtocolError as error:
-            self.counters["refused_frames"] += 1
-            self._host.say(f"a frame was dropped: {error}")
-            self._host.send(link, messages.encode(messages.Refused(str(error))))
+            self._refuse_frame(link, str(error))
             return None
         if isinstance(message, messages.Message):
             return message
@@ -97,6 +95,11 @@ class Instance(Generic[H, R, J, P]):
         if isinstance(message, messages.Refused):
             self.counters["frames_refused_by_peers"] += 1
         return message
+
+    def _refuse_frame(self, link: str, reason: str) -> None:
+        self.counters["refused_frames"] += 1
+        self._host.say(f"a frame was dropped: {reason}")
+        self._host.send(link, messages.encode(messages.Refused(reason)))
 
     def _busy(self, peer: Peer[R], now: float) -> None:
         """A link has got its first room."""

@@ -15,7 +15,7 @@ from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.topology import Rank, incomplete
 from pdjax.transfer.layout import Layout, LayoutError, plan
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
 EARLY, PREFILL_COMPLETE = "early", "prefill_complete"
 MOST_TOKENS = 1_000_000  # of a `Rebootstrap`, to stay under a link's largest message
@@ -57,10 +57,12 @@ class SlotRequest(Message, frozen=True, tag="slot_request"):
 
 
 class SlotGrant(Message, frozen=True, tag="slot_grant"):
-    """Decode to prefill: the chunk may be written into this slot of the staging ring of every rank."""
+    """Decode to prefill: the chunk may be written into this slot of the staging rings of a dp rank, which has the
+    request's pages."""
 
     chunk: int
     slot: int
+    dp_rank: int = 0
 
 
 class Handoff(Message, frozen=True, tag="handoff"):
@@ -138,6 +140,8 @@ class ChunkNotice(msgspec.Struct, frozen=True):
     first_page: int
     pages: int
     nbytes: int  # of the state, however often and in however many pieces it is sent
+    source_dp_rank: int = 0
+    destination_dp_rank: int = 0
 
 
 class PieceNotice(msgspec.Struct, frozen=True, tag_field="type", tag="piece"):

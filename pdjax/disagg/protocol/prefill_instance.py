@@ -28,6 +28,7 @@ class _Job:
     computing: float = 0.0
     chunks: int = 0
     planned: list[int] = field(default_factory=list)  # chunks of the step that runs now
+    dp_rank: int = 0  # that has its pages
 
 
 class _Flight(msgspec.Struct, frozen=True):
@@ -42,6 +43,12 @@ class _Peer(Peer[PrefillRoom]):
     """A decode instance on a link, with the rooms that it has claimed."""
 
     slot_pages: int = 0  # that a chunk may have for it
+    slots: int = 0
+    dp: int = 0
+
+    def has(self, grant: messages.SlotGrant) -> bool:
+        """Whether it has what it grants."""
+        return 0 <= grant.slot < self.slots and 0 <= grant.dp_rank < self.dp
 
 
 class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
@@ -131,7 +138,8 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
             self._host.say(f"a decode instance was refused: {problem}")
             self._host.close(link)
             return
-        self._peers[link] = _Peer(slot_pages=min(peer.slot_pages, self._registration.slot_pages))
+        slot_pages = min(peer.slot_pages, self._registration.slot_pages)
+        self._peers[link] = _Peer(slot_pages=slot_pages, slots=peer.slots, dp=peer.layout.dp)
 
     def link_down(self, link: str, reason: str, now: float) -> None:
         """A link has ended."""
@@ -159,6 +167,8 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
             self._rebootstrap(link, peer, message, now)
         elif isinstance(message, messages.Claim):
             self._claimed(link, peer, message, now)
+        elif isinstance(message, messages.SlotGrant) and not peer.has(message):
+            self._refuse_frame(link, f"a slot that is not there was granted: {message}")
         elif isinstance(message, messages.Message):
             self._received(link, message, now)
         elif isinstance(message, messages.Refused):
@@ -278,12 +288,12 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
             for priority in self._computing.values():
                 if priority >= own:
                     return
-            cached_pages = self._host.begin_prompt(rid)
-            if cached_pages is None:
+            given = self._host.begin_prompt(rid)
+            if given is None:
                 return
             self._turns.discard(rid)
-            self._computing[rid] = own
-            self._plan_chunks(job, 0, cached_pages, now)
+            self._computing[rid], job.dp_rank = own, given.dp_rank
+            self._plan_chunks(job, 0, given.filled, now)
             self._send_planned(job, now)
 
     def _plan_chunks(self, job: _Job, first_page: int, end_page: int, now: float) -> None:
@@ -376,7 +386,15 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         nbytes = transfer.pages * self._registration.state.page_bytes
         self.counters["sent_bytes"] += nbytes
         notice = messages.ChunkNotice(
-            room.room, room.generation, transfer.chunk, transfer.slot, transfer.first_page, transfer.pages, nbytes
+            room.room,
+            room.generation,
+            transfer.chunk,
+            transfer.slot,
+            transfer.first_page,
+            transfer.pages,
+            nbytes,
+            source_dp_rank=job.dp_rank,
+            destination_dp_rank=transfer.dp_rank,
         )
         self._host.write(id, link, slot, job.ask.rid, notice, now + self._timeouts.transfer)
 

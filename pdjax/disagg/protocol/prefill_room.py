@@ -33,7 +33,7 @@ class _Chunk:
     first_page: int
     pages: int
     computed: bool = False
-    slot: int | None = None
+    grant: wire.SlotGrant | None = None
     posted: bool = False
 
 
@@ -113,9 +113,9 @@ class PrefillRoom:
         if link != self.link:
             return []
         match message:
-            case wire.SlotGrant(chunk=chunk, slot=slot) if not self.state.final and chunk in self._chunks:
+            case wire.SlotGrant(chunk=chunk) if not self.state.final and chunk in self._chunks:
                 # A second grant of a chunk means that it arrived damaged: it is gathered and sent again.
-                self._chunks[chunk].slot = slot
+                self._chunks[chunk].grant = message
                 self._chunks[chunk].posted = False
                 return self._transfer(chunk)
             case wire.Complete() if self.state is RoomState.TRANSFERRING:
@@ -219,12 +219,13 @@ class PrefillRoom:
 
     def _transfer(self, chunk: int) -> list[Action]:
         entry = self._chunks[chunk]
-        if not entry.computed or entry.slot is None or entry.posted:
+        grant = entry.grant
+        if not entry.computed or grant is None or entry.posted:
             return []
         entry.posted = True
         if self.state is RoomState.WAITING_FOR_INPUT:
             self.state = advance(self.state, RoomState.TRANSFERRING)
-        return [Transfer(chunk, entry.slot, entry.first_page, entry.pages)]
+        return [Transfer(chunk, grant.slot, grant.dp_rank, entry.first_page, entry.pages)]
 
     def _hand_over(self, done: PromptDone) -> list[Action]:
         generation = self._claimed()

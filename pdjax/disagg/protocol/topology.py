@@ -5,16 +5,14 @@ Ranks are counted by coordinate: one that registers again takes its own place.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 
 import msgspec
 
-from pdjax.cache.spec import StateSpec
-from pdjax.transfer.layout import Layout, TransferPlan, plan
+from pdjax.transfer.layout import Layout
 
 AXES = ("dp", "cp", "pp", "tp")
+FOLLOW_BOOTSTRAP_ROOM, LOOKUP = "follow_bootstrap_room", "lookup"  # see `pdjax.config.Disagg.dp_policy`
 
 
 class Rank(msgspec.Struct, frozen=True):
@@ -89,30 +87,13 @@ def follow_bootstrap_room(room: int, layout: Layout, forced: int | None = None) 
     return rank
 
 
-def plan_of_room(spec: StateSpec, prefill: Layout, decode: Layout, room: int) -> TransferPlan:
-    """How a room's state moves: between the dp ranks that it belongs to on both sides. Among ranks with copies, each
-    room has another one send.
+def dp_rank_of(room: int, layout: Layout, forced: int | None, policy: str) -> int | None:
+    """The dp rank that a room has to go to; None: whichever suits its instance best.
 
     Raises:
-        LayoutError: it can't be moved between such layouts.
+        ValueError: see `follow_bootstrap_room`.
     """
-    # No more of a room's number matters than this: so the few plans of a pair are each worked out once.
-    period = math.lcm(prefill.dp, decode.dp, prefill.tp)
-    return _plan_of_rooms(spec, prefill, decode, room % period if period else 0)
-
-
-@functools.lru_cache(maxsize=1024)  # asked for with every piece
-def _plan_of_rooms(spec: StateSpec, prefill: Layout, decode: Layout, room: int) -> TransferPlan:
-    for side in (prefill, decode):
-        side.check(spec)
-    return plan(
-        spec,
-        prefill,
-        decode,
-        source_dp_rank=follow_bootstrap_room(room, prefill),
-        destination_dp_rank=follow_bootstrap_room(room, decode),
-        turn=room,
-    )
+    return forced if policy == LOOKUP else follow_bootstrap_room(room, layout, forced)
 
 
 def _of(rank: Rank) -> str:

@@ -7,11 +7,11 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from pdjax.cache.ranks import RankedPages, RankGrant
-from pdjax.disagg.pieces import Arrival, LandingBook
+from pdjax.disagg.pieces import Arrival, LandingBook, plan_of_chunk
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
-from pdjax.disagg.protocol.topology import follow_bootstrap_room, plan_of_room
+from pdjax.disagg.protocol.hosts import Given
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.life import Life
 from pdjax.disagg.simulate.settings import SPEC, TIMEOUTS, Settings
@@ -133,16 +133,17 @@ class DecodeLife(Life):
         """See `DecodeHost`."""
         return self.world.random.getrandbits(63)
 
-    def reserve(self, rid: str, *, share: bool) -> int | None:
+    def reserve(self, rid: str, *, share: bool) -> Given | None:
         """See `DecodeHost`."""
         room, text = self.rooms[rid], self._texts[rid]
         cached = len(text) if share else 0
-        rank = follow_bootstrap_room(room.number, self.layout)
-        grant = self.prefix.begin(rid, text, pages=len(text) + room.growth, cached=cached, rank=rank)
+        rank = self.dp_rank_of(room)
+        ranks = None if rank is None else [rank]
+        grant = self.prefix.begin(rid, text, pages=len(text) + room.growth, cached=cached, ranks=ranks)
         if grant is None:
             return None
         self._granted[rid] = grant
-        return grant.cached
+        return Given(grant.cached, grant.rank)
 
     def landed(self, rid: str, notice: messages.ChunkNotice, *, damaged: bool) -> None:
         """See `DecodeHost`."""
@@ -155,7 +156,7 @@ class DecodeLife(Life):
         if first_page < grant.cached:
             raise Violation(f"{self.name} scatters into pages that {rid} shares with others", room.number)
         arrival, landed = self._arrived[slot], self.slots.content[slot]
-        plan = plan_of_room(SPEC, arrival.layout, self.layout, room.number)
+        plan = plan_of_chunk(SPEC, arrival.layout, self.layout, arrival.chunk)
         chunk = Chunk(first_page, pages, len(self._texts[rid]))
         lacking: set[int] = set()  # ranks
         parts: list[tuple[int, range]] = []

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.timers import NEVER
+from pdjax.disagg.protocol.topology import FOLLOW_BOOTSTRAP_ROOM, LOOKUP, dp_rank_of
 from pdjax.disagg.simulate.books import Slots
 from pdjax.disagg.simulate.settings import Settings, registration
 from pdjax.disagg.simulate.world import End, World
@@ -42,6 +43,7 @@ class Life:
         self.slots = Slots(self.name, settings.slots)
         self.registration = registration(self.role, world.random.getrandbits(62), settings, policy, self.layout)
         self.hello = messages.encode(self.registration)
+        self._dp_policy = LOOKUP if self.registration.instance % 2 else FOLLOW_BOOTSTRAP_ROOM
         # What has come while it stands still; what came over a link counts only if that stands.
         self.backlog: deque[tuple[End[Life] | None, Callable[..., None], tuple[Any, ...]]] = deque()
         self._wake_at = NEVER
@@ -87,6 +89,10 @@ class Life:
     def at_rest(self) -> bool:
         """Whether it is there, and nothing is out of its place."""
         return self.alive and not self.stopped and not any(self.slots.out)
+
+    def dp_rank_of(self, room: Room) -> int | None:
+        """By this life's policy."""
+        return dp_rank_of(room.number, self.layout, None, self._dp_policy)
 
     def stand_still(self, seconds: float) -> None:
         """As after SIGSTOP, for so long."""

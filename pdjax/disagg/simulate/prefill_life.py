@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from pdjax.disagg.pieces import Tally
+from pdjax.disagg.pieces import Tally, plan_of_chunk
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import PrefillAsk
+from pdjax.disagg.protocol.hosts import Given
 from pdjax.disagg.protocol.prefill_instance import PrefillInstance
-from pdjax.disagg.protocol.topology import follow_bootstrap_room, plan_of_room
 from pdjax.disagg.simulate.books import Pages, Violation
 from pdjax.disagg.simulate.life import STEP, Life
 from pdjax.disagg.simulate.settings import SPEC, TIMEOUTS, Settings
@@ -35,6 +35,7 @@ class PrefillLife(Life):
         self._step_pages = settings.slot_pages
         self._queue: deque[str] = deque()
         self._done: dict[str, int] = {}  # computed pages
+        self._rank_of: dict[str, int] = {}  # dp ranks of those that have pages
         self._served: dict[str, str] = {}  # link that a request's pages go to
         self._stepping = False
 
@@ -47,7 +48,7 @@ class PrefillLife(Life):
         """A client goes."""
         room = self.rooms.pop(rid, None)
         if room is not None:
-            self._forget(room, rid)
+            self._forget(rid)
             self.machine.cancel(rid, reason, self.now)
 
     def link_up(self, end: End, hello: bytes) -> None:
@@ -91,17 +92,21 @@ class PrefillLife(Life):
         self.rooms[rid] = self.clients.computed_again(room, token_ids)
         return None
 
-    def begin_prompt(self, rid: str) -> int | None:
+    def begin_prompt(self, rid: str) -> Given | None:
         """See `PrefillHost`."""
         room = self.rooms[rid]
-        if self._pool(room).take(rid, room.pages) is None:
+        rank = self.dp_rank_of(room)
+        if rank is None:
+            rank = max(range(self.layout.dp), key=lambda each: len(self.pages[each].free))
+        if self.pages[rank].take(rid, room.pages) is None:
             return None
+        self._rank_of[rid] = rank
         self._queue.append(rid)
         self._done[rid] = room.cached_pages
         if not self._stepping:
             self._stepping = True
             self.world.after(0.0, self.receive, self._step, "", 0)
-        return room.cached_pages
+        return Given(room.cached_pages, rank)
 
     def _step(self, rid: str, end: int) -> None:
         """A step ends, and the next begins."""
@@ -128,7 +133,7 @@ class PrefillLife(Life):
     def write(self, id: int, link: str, slot: int, rid: str, notice: messages.ChunkNotice, deadline: float) -> None:
         """See `PrefillHost`."""
         room, end = self.rooms[rid], self.links.get(link)
-        if rid not in self._pool(room).owned:
+        if rid not in self.pages[notice.source_dp_rank].owned:
             raise Violation(f"{self.name} gathers pages of {rid}, which has none", room.number)
         if notice.first_page + notice.pages > self._done[rid] and rid in self._queue:
             raise Violation(f"{self.name} sends pages of {rid} before they are computed", room.number)
@@ -136,7 +141,7 @@ class PrefillLife(Life):
             raise Violation(f"{rid} is sent to two decode instances: its room was claimed twice", room.number)
         if end is None:
             raise Violation(f"{self.name} writes on a link that is gone", room.number)
-        plan = plan_of_room(SPEC, self.layout, self._peers[link], room.number)
+        plan = plan_of_chunk(SPEC, self.layout, self._peers[link], notice)
         transfers = plan.transfers(Chunk(notice.first_page, notice.pages, room.pages))
         self._sending.begin(id, len(transfers))
         for number, transfer in enumerate(transfers):
@@ -152,20 +157,19 @@ class PrefillLife(Life):
     def finish(self, rid: str) -> None:
         """See `PrefillHost`."""
         room = self.rooms.pop(rid)
-        self._forget(room, rid)
+        self._forget(rid)
         self.clients.prefill_ended(room, rid, None)
 
     def fail(self, rid: str, status: int, reason: str) -> None:
         """See `Host`."""
         room = self.rooms.pop(rid)
-        self._forget(room, rid)
+        self._forget(rid)
         self.clients.prefill_ended(room, rid, reason, status)
 
-    def _pool(self, room: Room) -> Pages:
-        return self.pages[follow_bootstrap_room(room.number, self.layout)]
-
-    def _forget(self, room: Room, rid: str) -> None:
-        self._pool(room).give_back(rid)
+    def _forget(self, rid: str) -> None:
+        rank = self._rank_of.pop(rid, None)
+        if rank is not None:
+            self.pages[rank].give_back(rid)
         self._done.pop(rid, None)
         self._served.pop(rid, None)
 

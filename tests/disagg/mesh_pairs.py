@@ -1,8 +1,8 @@
 """A program of its own, for it needs many devices: serves the same requests by one engine, and by one pair after the
 other.
 
-python cp_pairs.py FOLDER PAIRS, the latter as JSON: for each the axes of its prefill and of its decode side. Prints a
-JSON list of what `answers` and `serve` return.
+python mesh_pairs.py FOLDER PAIRS, the latter as JSON: for each the axes of its prefill and of its decode side, and its
+policy for dp ranks. Prints a JSON list of what `answers` and `serve` return.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from small_engine import PAGE, SmallEngine, TinyModel  # pyright: ignore[reportM
 from pdjax.disagg.protocol import messages
 
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 8 * PAGE - 1, 8 * PAGE, 8 * PAGE + 1, 13 * PAGE + 2]
-TOKENS, SAMPLES = 9, 3
+TOKENS = 9
 SAMPLED = 5 * PAGE + 2  # tokens of the prompt that has several samples
 
 
@@ -45,16 +45,28 @@ def second_turns(side: ClosePair | SmallEngine) -> None:
 
 
 def samples(side: ClosePair | SmallEngine) -> None:
-    for sample in range(SAMPLES):
+    for sample in range(3):
         of = "sample 0" if sample else ""
         side.send(f"sample {sample}", text(7, SAMPLED), TOKENS, temperature=1.0, seed=sample, sample_of=of)
     side.run()
 
 
+def forced(side: ClosePair | SmallEngine) -> None:
+    """A prompt three times: in the first dp rank, and twice in the last that both sides have."""
+    sides = [side.prefill, side.decode] if isinstance(side, ClosePair) else [side]
+    last = min(each.engine.runner.dp for each in sides) - 1
+    for number, dp_rank in enumerate((0, last, last)):
+        side.send(f"forced {number}", text(9, SAMPLED), TOKENS, dp_rank=dp_rank)
+        side.run()
+
+
+TURNS = (first_turns, second_turns, samples, forced)
+
+
 def answers(side: ClosePair | SmallEngine) -> dict[str, Any]:
     """Tokens of all requests, and what was told of prompts."""
     turns = [f"{turn} {length}" for turn in ("first", "second") for length in LENGTHS]
-    rids = [*turns, *(f"sample {sample}" for sample in range(SAMPLES))]
+    rids = [*turns, *(f"{turn} {number}" for turn in ("sample", "forced") for number in range(3))]
     return {
         "ids": {rid: side.ids(rid) for rid in rids},
         "prompt_logprobs": {rid: side.frames(rid)[0].prompt_logprobs for rid in rids},
@@ -64,7 +76,7 @@ def answers(side: ClosePair | SmallEngine) -> dict[str, Any]:
 def serve(pair: ClosePair) -> dict[str, Any]:
     """`answers`, and how many pages have come for each turn."""
     came = []
-    for turn in (first_turns, second_turns, samples):
+    for turn in TURNS:
         before = pair.stats()["received_pages_total"]
         turn(pair)
         came.append(int(pair.stats()["received_pages_total"] - before))
@@ -83,11 +95,11 @@ if __name__ == "__main__":
         return known[key]
 
     small = SmallEngine(model("prefill", {}))
-    for turn in (first_turns, second_turns, samples):
+    for turn in TURNS:
         turn(small)
     found = [answers(small)]
-    for prefill, decode in pairs:
+    for prefill, decode, dp_policy in pairs:
         for allocation in (messages.EARLY, messages.PREFILL_COMPLETE):
             sides = model("prefill", prefill), model("decode", decode)
-            found.append(serve(ClosePair(*sides, allocation=allocation)))
+            found.append(serve(ClosePair(*sides, allocation=allocation, dp_policy=dp_policy)))
     print(json.dumps(found))

@@ -1,4 +1,5 @@
-"""A side that is cut by cp: its pool's pages are larger than those that are moved, and nobody else need know."""
+"""Sides on meshes: cut by cp, where a pool's pages are larger than those that are moved; or with several dp ranks, of
+which each side takes one."""
 
 from __future__ import annotations
 
@@ -10,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cp_pairs import LENGTHS, SAMPLED, SAMPLES, TOKENS
+from mesh_pairs import LENGTHS, SAMPLED, TOKENS
 from small_engine import PAGE
+
+from pdjax.disagg.protocol.topology import FOLLOW_BOOTSTRAP_ROOM, LOOKUP
 
 SECONDS = 600  # on a machine that is busy with other things
 pytestmark = pytest.mark.timeout(SECONDS)
 
-PAIRS: dict[str, tuple[dict[str, int], dict[str, int]]] = {
-    "cp2 x tp2 to tp1": ({"devices": 4, "cp": 2}, {}),
-    "tp1 to cp4": ({}, {"devices": 4, "cp": 4}),
-    "cp2 x tp2 to cp4": ({"devices": 4, "cp": 2}, {"devices": 4, "cp": 4}),
+PAIRS: dict[str, tuple[dict[str, int], dict[str, int], str]] = {
+    "cp2 x tp2 to tp1": ({"devices": 4, "cp": 2}, {}, FOLLOW_BOOTSTRAP_ROOM),
+    "tp1 to cp4": ({}, {"devices": 4, "cp": 4}, FOLLOW_BOOTSTRAP_ROOM),
+    "cp2 x tp2 to cp4": ({"devices": 4, "cp": 2}, {"devices": 4, "cp": 4}, FOLLOW_BOOTSTRAP_ROOM),
+    "dp4 to dp2": ({"devices": 4, "dp": 4}, {"devices": 2, "dp": 2}, LOOKUP),
 }
 POLICIES = ("early", "prefill_complete")
 CASES = [(name, policy) for name in PAIRS for policy in POLICIES]
@@ -28,8 +32,8 @@ CASES = [(name, policy) for name in PAIRS for policy in POLICIES]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, dict[str, Any]]:
     """What one engine answers, by the name "unified", and what each pair does."""
-    program = Path(__file__).with_name("cp_pairs.py")
-    command = [sys.executable, str(program), str(tmp_path_factory.mktemp("cp")), json.dumps(list(PAIRS.values()))]
+    program = Path(__file__).with_name("mesh_pairs.py")
+    command = [sys.executable, str(program), str(tmp_path_factory.mktemp("meshes")), json.dumps(list(PAIRS.values()))]
     environment = os.environ | {"JAX_PLATFORMS": "cpu"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment, check=False)
     assert ended.returncode == 0, ended.stderr[-3000:]
@@ -49,7 +53,8 @@ def test_a_pair_answers_as_one_device_whatever_its_pools_pages(
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_only_pages_that_hold_something_new_are_moved(found: dict[Any, dict[str, Any]], name: str) -> None:
-    cp = PAIRS[name][1].get("cp", 1)
+    _, decode, _ = PAIRS[name]
+    cp, dp = decode.get("cp", 1), decode.get("dp", 1)
 
     def known(tokens: int) -> int:
         """Pages that the decode side has of a text: it shares whole ones of its pool only."""
@@ -58,5 +63,8 @@ def test_only_pages_that_hold_something_new_are_moved(found: dict[Any, dict[str,
     first = [-(-length // PAGE) for length in LENGTHS]
     second = [-(-(length + TOKENS + 5) // PAGE) - known(length + TOKENS - 1) for length in LENGTHS]
     whole = -(-SAMPLED // PAGE)
-    others = (SAMPLES - 1) * (whole - known(SAMPLED))
-    assert found[name, "early"]["pages"] == [sum(first), sum(second), whole + others]
+    rest = whole - known(SAMPLED)
+    pages = found[name, "early"]["pages"]
+    assert [pages[0], pages[2]] == [sum(first), whole + 2 * rest]  # samples go where the first of them is
+    assert pages[3] == min(dp, 2) * whole + (3 - min(dp, 2)) * rest  # a rank has what was sent to it
+    assert pages[1] == sum(second) or dp > 1
