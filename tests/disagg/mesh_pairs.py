@@ -23,6 +23,7 @@ from pdjax.disagg.protocol import messages
 
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE, 8 * PAGE - 1, 8 * PAGE, 8 * PAGE + 1, 13 * PAGE + 2]
 TOKENS = 9
+CROWD_TOKENS = 60  # of a request, in all
 SAMPLED = 5 * PAGE + 2  # tokens of the prompt that has several samples
 
 
@@ -58,6 +59,23 @@ def forced(side: ClosePair | SmallEngine) -> None:
     for number, dp_rank in enumerate((0, last, last)):
         side.send(f"forced {number}", text(9, SAMPLED), TOKENS, dp_rank=dp_rank)
         side.run()
+
+
+def crowd(side: ClosePair | SmallEngine) -> list[list[int]]:
+    """Tokens of requests that generate far more than their prompts."""
+    for number in range(6):
+        side.send(f"crowd {number}", text(2000 + number, 5 * PAGE), CROWD_TOKENS - 5 * PAGE)
+    side.run()
+    return [side.ids(f"crowd {number}") for number in range(6)]
+
+
+def crowd_computed_again(prefill: TinyModel, decode: TinyModel, dp_policy: str) -> tuple[list[list[int]], int]:
+    """`crowd` in a pool that has not the room, with no host memory. Also how often a request was computed again."""
+    pages = 1 + 2 * CROWD_TOKENS // decode.spec.page_size
+    pair = ClosePair(prefill, decode, pages=pages, dp_policy=dp_policy, host_pages=-1)
+    for _ in range(10):
+        pair.decode.engine.lengths.add(2)
+    return crowd(pair), int(pair.prefill.engine.stats()["rebootstraps_total"])
 
 
 TURNS = (first_turns, second_turns, samples, forced)
@@ -97,9 +115,10 @@ if __name__ == "__main__":
     small = SmallEngine(model("prefill", {}))
     for turn in TURNS:
         turn(small)
-    found = [answers(small)]
+    found = [answers(small) | {"crowd": crowd(small)}]
     for prefill, decode, dp_policy in pairs:
         for allocation in (messages.EARLY, messages.PREFILL_COMPLETE):
             sides = model("prefill", prefill), model("decode", decode)
             found.append(serve(ClosePair(*sides, allocation=allocation, dp_policy=dp_policy)))
+        found[-1]["crowd"] = crowd_computed_again(*sides, dp_policy)
     print(json.dumps(found))

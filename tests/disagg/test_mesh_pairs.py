@@ -68,3 +68,12 @@ def test_only_pages_that_hold_something_new_are_moved(found: dict[Any, dict[str,
     assert [pages[0], pages[2]] == [sum(first), whole + 2 * rest]  # samples go where the first of them is
     assert pages[3] == min(dp, 2) * whole + (3 - min(dp, 2)) * rest  # a rank has what was sent to it
     assert pages[1] == sum(second) or dp > 1
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_requests_that_lose_their_pages_are_computed_again_and_keep_their_tokens(
+    found: dict[Any, dict[str, Any]], name: str
+) -> None:
+    answers, computed_again = found[name, POLICIES[-1]]["crowd"]
+    assert computed_again > 0
+    assert answers == found["unified"]["crowd"]

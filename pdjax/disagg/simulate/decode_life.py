@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
 
 
+LAG = 0.02  # seconds at most until the last process of an instance has done what its leader has
+
+
 class DecodeLife(Life):
     """A decode instance: requests keep their pages for as long as they generate. See `DecodeHost`."""
 
@@ -37,6 +40,7 @@ class DecodeLife(Life):
         self._granted: dict[str, RankGrant] = {}  # by request
         self._book = LandingBook(SPEC, self.layout)
         self._arrived: dict[int, Arrival] = {}  # the chunk that the machine is being told of, by slot
+        self._emptying: set[int] = set()  # slots that some process has yet to copy out
         # By rank: the token that each page of its pool holds a part of; None: a part is not there.
         self._content: list[dict[int, int | None]] = [{} for _ in range(self.layout.ranks)]
         self._places = [self.layout.places(SPEC, dp_rank) for dp_rank in range(self.layout.dp)]
@@ -123,7 +127,15 @@ class DecodeLife(Life):
     def free_slot(self, slot: int) -> None:
         """See `Host`."""
         self._book.forget(slot)
+        if slot in self._emptying:
+            self._emptying.remove(slot)
+            self.world.after(self.world.draw() * LAG, self.receive, self._emptied, slot)
+        else:
+            super().free_slot(slot)
+
+    def _emptied(self, slot: int) -> None:
         super().free_slot(slot)
+        self.machine.slot_freed(self.now)
 
     def connect(self, link: str, host: str, port: int) -> None:
         """See `DecodeHost`."""
@@ -155,6 +167,8 @@ class DecodeLife(Life):
             raise Violation(f"{self.name} scatters into pages that {rid} does not have", room.number)
         if first_page < grant.cached:
             raise Violation(f"{self.name} scatters into pages that {rid} shares with others", room.number)
+        if self.layout.ranks > 1:
+            self._emptying.add(slot)
         arrival, landed = self._arrived[slot], self.slots.content[slot]
         plan = plan_of_chunk(SPEC, arrival.layout, self.layout, arrival.chunk)
         chunk = Chunk(first_page, pages, len(self._texts[rid]))
