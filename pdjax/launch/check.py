@@ -96,7 +96,7 @@ def _check(
     config: Config, side: PathSide, network: Network, inbox: queue.SimpleQueue[object], host: str, port: int
 ) -> None:
     """Link up twice: first to learn what the other side is, then as what fits it."""
-    network.set_hello(messages.encode(_registration(config, side, "check")))
+    network.set_hello(messages.encode(_registration(config, side, messages.CHECK)))
     began = time.monotonic()
     network.connect("first", host, port, _PATIENCE)
     peer = messages.decode_registration(_link_up(inbox, "first", host, port).hello)

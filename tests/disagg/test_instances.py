@@ -513,6 +513,15 @@ def test_a_grant_of_what_the_peer_does_not_have_is_refused_and_nothing_is_writte
     assert [notice.slot for notice in written] == [0]
 
 
+def test_a_look_at_the_registration_is_no_refused_link() -> None:
+    host = PrefillHost()
+    instance = prefill(host)
+    instance.link_up("look", messages.encode(registration(messages.CHECK, 9, Settings(), messages.EARLY)), 0.0)
+    assert host.closed == ["look"] and instance.stats()["refused_links_total"] == 0
+    instance.link_up("look", messages.encode(registration("prefill", 9, Settings(), messages.EARLY)), 0.0)
+    assert host.closed == ["look", "look"] and instance.stats()["refused_links_total"] == 1
+
+
 class Takes(PrefillHost):
     """Notes what it is to compute again. `refusal`: why it can't."""
 

@@ -18,6 +18,7 @@ from pdjax.transfer.layout import Layout, LayoutError, plan
 PROTOCOL_VERSION = 6
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
 EARLY, PREFILL_COMPLETE = "early", "prefill_complete"
+CHECK = "check"  # the role of who only wants to see a prefill instance's registration
 MOST_TOKENS = 1_000_000  # of a `Rebootstrap`, to stay under a link's largest message
 
 

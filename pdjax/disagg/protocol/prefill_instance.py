@@ -130,6 +130,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         """A decode instance has linked to this one."""
         try:
             peer = messages.decode_registration(hello)
+            if peer.role == messages.CHECK:
+                self._host.close(link)
+                return
             problem = messages.mismatch(self._registration, peer) or self._host.open_path(link, peer)
         except messages.ProtocolError as error:
             peer, problem = None, str(error)
