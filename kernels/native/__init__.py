@@ -136,8 +136,8 @@ def scatter(
 def gather_to(address: int, shard: jax.Array, page_ids: np.ndarray, *, heads: range, layers: range) -> int:
     """Copy pages of some heads and layers of a pool to memory that JAX does not know, and return when they are there.
 
-    The calling thread copies, without the interpreter lock. Needs `load` to have returned True, but works on any number
-    of devices: it is not part of a compiled program.
+    The calling thread copies, without the interpreter lock, and for large copies a few more beside it. Needs `load` to
+    have returned True, but works on any number of devices: it is not part of a compiled program.
 
     Args:
         address: of writable memory that holds them as [head, page, layer, K|V, slot in page, head_dim].

@@ -3,6 +3,9 @@
 // Large copies are stored past the caches, as memcpy does with them: a chunk is read next by the network or by a later
 // step, and what a plain store costs is that each line is read before it is overwritten.
 
+#include <system_error>
+#include <vector>
+
 #include "common.h"
 
 #if defined(__AVX__)
@@ -156,9 +159,34 @@ ffi::Error Repack(ffi::ThreadPool threads, ffi::AnyBuffer pool, ffi::Buffer<ffi:
 PDJAX_REPACK(pdjax_gather, true);
 PDJAX_REPACK(pdjax_scatter, false);
 
-// A gather outside of any compiled program, on the calling thread, to wherever the caller may write. The caller has checked
-// everything. `shape` is [pages, heads, bytes of a run] of the pool, `origin` [pages, first head, heads, first layer, layers].
+namespace pdjax {
+namespace {
+
+constexpr int64_t kThreadBytes = 4 << 20;  // that are worth a thread: to start one takes as long as 0.5 MB
+constexpr int64_t kMostThreads = 4;        // the other processors are left to those who compute
+
+// All blocks, on the calling thread and on some that end with the call: there is no pool of XLA's here.
+void GatherAll(const Blocks& all, bool stream) {
+  int64_t processors = std::thread::hardware_concurrency(), bytes = all.size() * all.bytes();
+  std::atomic<int64_t> next{0};
+  auto work = [&] {
+    for (int64_t block; (block = next.fetch_add(1)) < all.size();) CopyBlocks<true>(all, block, block + 1, stream);
+  };
+  std::vector<std::thread> helpers;
+  try {
+    for (int64_t i = std::min({bytes / kThreadBytes, kMostThreads, processors}); i > 1; --i) helpers.emplace_back(work);
+  } catch (const std::system_error&) {  // none to be had: those that run do its share
+  }
+  work();
+  for (std::thread& helper : helpers) helper.join();
+}
+
+}  // namespace
+}  // namespace pdjax
+
+// A gather outside of any compiled program, to wherever the caller may write. The caller has checked everything.
+// `shape` is [pages, heads, bytes of a run] of the pool, `origin` [pages, first head, heads, first layer, layers].
 extern "C" void pdjax_gather_to(char* pool, const int64_t* shape, const int32_t* ids, const int64_t* origin, char* to) {
   pdjax::Blocks all{shape[0], shape[1], shape[2], ids, origin[0], origin[1], origin[2], origin[3], origin[4], pool, to};
-  pdjax::CopyBlocks<true>(all, 0, all.size(), pdjax::CanStream(all, to));
+  pdjax::GatherAll(all, pdjax::CanStream(all, to));
 }

@@ -111,6 +111,9 @@ def test_large_blocks_of_a_latent_or_of_keys_and_values_move_past_the_caches(pla
     staging = jnp.zeros(words[:, 1:].size, "uint16")
     staging = gather_pages(pool, page_ids, 69, staging, implementation="native")
     np.testing.assert_array_equal(staging, expected_words(words, page_ids, 0, 2))
+    elsewhere = np.zeros(staging.size, "uint16")
+    native.gather_to(elsewhere.ctypes.data, pool, page_ids[:69], heads=range(2), layers=range(8))
+    np.testing.assert_array_equal(elsewhere, staging)
     back = scatter_pages(jnp.zeros(words.shape, "uint16"), staging, page_ids, 69, implementation="native")
     np.testing.assert_array_equal(back[:, 1:], words[:, 1:])
 
