@@ -8,14 +8,14 @@ when pages are needed, least recently used first. Only whole pages are shared, a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pdjax.cache.allocator import PageAllocator
 from pdjax.cache.radix import Node, RadixTree
 
 
-@dataclass(frozen=True)
-class Grant:
+class Grant(msgspec.Struct, frozen=True):
     """A request's pages in order; the first `cached` of them are filled already."""
 
     pages: list[int]

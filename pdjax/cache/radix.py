@@ -9,19 +9,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
+import msgspec
 
-class Node:
+
+class Node(msgspec.Struct, eq=False):
     """One cached page. `locks` counts those who use it now; a locked node's ancestors are locked as well."""
 
-    __slots__ = ("children", "key", "locks", "page", "parent", "used")
-
-    def __init__(self, key: tuple[int, ...], page: int, parent: Node | None) -> None:
-        self.key = key
-        self.page = page
-        self.parent = parent
-        self.children: dict[tuple[int, ...], Node] = {}
-        self.locks = 0
-        self.used = 0
+    key: tuple[int, ...]
+    page: int
+    parent: Node | None
+    children: dict[tuple[int, ...], Node] = {}
+    locks: int = 0
+    used: int = 0
 
     @property
     def is_free_leaf(self) -> bool:

@@ -6,14 +6,14 @@ Rows are counted here too: what a rank takes on is bound by its pages and by its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pdjax.cache.allocator import PageAllocator
 from pdjax.cache.prefix import PrefixCache
 
 
-@dataclass(frozen=True)
-class RankGrant:
+class RankGrant(msgspec.Struct, frozen=True):
     """A request's rank and its pages there, in order; the first `cached` of them are filled already."""
 
     rank: int

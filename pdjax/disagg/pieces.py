@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+
+import msgspec
 
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice
@@ -40,8 +41,7 @@ class PieceError(Exception):
     """A piece that belongs to no chunk; the sentence says why."""
 
 
-@dataclass(frozen=True)
-class Over:
+class Over(msgspec.Struct, frozen=True, gc=False):
     """All parts of something have ended; `error` is that of the first that failed."""
 
     error: str | None
@@ -100,8 +100,7 @@ class TestBook:
         return None if over is None else over.error is None
 
 
-@dataclass
-class Arrival:
+class Arrival(msgspec.Struct):
     """A chunk whose pieces land. `posted_at` is when the first of them was sent, by the sender's clock."""
 
     chunk: ChunkNotice

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.actions import Action
 from pdjax.disagg.protocol.asks import DECODE_COUNTERS, DecodeAsk
@@ -17,8 +19,7 @@ from pdjax.disagg.protocol.quarantine import Quarantine
 from pdjax.disagg.protocol.timers import Timed
 
 
-@dataclass
-class Job:
+class Job(msgspec.Struct):
     """A request whose prompt is not here yet. `held`: chunks that ask for slots before the request has pages.
     `followers`: requests with the same prompt, which wait for it."""
 
@@ -26,8 +27,8 @@ class Job:
     room: DecodeRoom
     pages: Given | None = None
     met: float = 0.0
-    held: list[int] = field(default_factory=list)
-    followers: list[Job] = field(default_factory=list)
+    held: list[int] = []
+    followers: list[Job] = []
 
 
 @dataclass

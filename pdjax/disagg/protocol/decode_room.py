@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from pdjax.disagg.protocol import messages as wire
@@ -31,8 +29,7 @@ class Reserved(msgspec.Struct, frozen=True, gc=False):
 MAX_RESENDS = 2  # of one chunk
 
 
-@dataclass
-class DecodeRoom:
+class DecodeRoom(msgspec.Struct):
     """The machine. Each event is a method that returns what is to be done, in order; `now` is in seconds of one clock
     that never goes back.
 
@@ -61,9 +58,9 @@ class DecodeRoom:
     closed: bool = False  # it is over and holds nothing
     _pages: int = 0
     _first_page: int = 0
-    _granted: dict[int, int] = field(default_factory=dict)  # chunk -> slot that may still be written to
+    _granted: dict[int, int] = {}  # chunk -> slot that may still be written to
     _covered: int = 0  # bits of the pages that hold their part of the prompt
-    _damaged: dict[int, int] = field(default_factory=dict)  # chunk -> how often it did not verify
+    _damaged: dict[int, int] = {}  # chunk -> how often it did not verify
     _scattered: int = 0
     _handoff: wire.Handoff | None = None
     _prompt_tokens: int = 0

@@ -119,7 +119,7 @@ class Instance(Generic[H, R, J, P]):
 
     def _carry_out(self, room: R, actions: list[Action], now: float) -> None:
         for action in actions:
-            if isinstance(action, Send):
+            if type(action) is Send:  # asked so often that `isinstance` shows
                 self._host.send(action.link, messages.encode(action.message))
             else:
                 self._perform(room, action, now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -19,15 +19,14 @@ from pdjax.disagg.protocol.timers import Timed
 from pdjax.disagg.protocol.tombstones import Tombstones
 
 
-@dataclass
-class _Job:
+class _Job(msgspec.Struct):
     """A live request of this instance."""
 
     ask: PrefillAsk
     started: float = 0.0
     computing: float = 0.0
     chunks: int = 0
-    planned: list[int] = field(default_factory=list)  # chunks of the step that runs now
+    planned: list[int] = []  # chunks of the step that runs now
     dp_rank: int = 0  # that has its pages
 
 
@@ -57,6 +56,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
     def __init__(self, host: PrefillHost, *, registration: messages.Registration, timeouts: Timeouts) -> None:
         super().__init__(host, timeouts=timeouts, counters=PREFILL_COUNTERS)
         self._registration = registration
+        self._page_bytes = registration.state.page_bytes
         # Under `prefill_complete` the decode side looks for pages only once the prompt is computed.
         self._hold = timeouts.alloc if registration.allocation == messages.PREFILL_COMPLETE else 0.0
         self._computing: dict[str, int] = {}  # priorities of the prompts that have their pages
@@ -386,7 +386,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         self._flights[id] = _Flight(room, slot)
         room.write_started()
         self.counters["sent_chunks"] += 1
-        nbytes = transfer.pages * self._registration.state.page_bytes
+        nbytes = transfer.pages * self._page_bytes
         self.counters["sent_bytes"] += nbytes
         notice = messages.ChunkNotice(
             room.room,

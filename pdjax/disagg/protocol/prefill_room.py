@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
@@ -28,8 +28,7 @@ class PromptDone(msgspec.Struct, frozen=True, gc=False):
 LOGPROBS_A_MESSAGE = 2048  # prompt tokens: with 20 of the best tokens at each, well under a link's largest message
 
 
-@dataclass
-class _Chunk:
+class _Chunk(msgspec.Struct, gc=False):
     first_page: int
     pages: int
     computed: bool = False
@@ -55,8 +54,7 @@ class Timeouts:
     workers_end: float = 15.0
 
 
-@dataclass
-class PrefillRoom:
+class PrefillRoom(msgspec.Struct):
     """The machine. Each event is a method that returns what is to be done, in order; `now` is in seconds of one clock
     that never goes back.
 
@@ -77,7 +75,7 @@ class PrefillRoom:
     closed: bool = False  # it is over and holds nothing
     _requested: tuple[int, bytes] | None = None  # tokens and digest of the prompt
     _claim: wire.Claim | None = None
-    _chunks: dict[int, _Chunk] = field(default_factory=dict)
+    _chunks: dict[int, _Chunk] = {}
     _writing: int = 0  # writes on their way
 
     @property

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import copy
-import heapq
 import random
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.simulate.books import Violation
@@ -52,8 +52,7 @@ LOST = (502, 503, 504)  # what a router computes anew
 RECOMPUTES = 2
 
 
-@dataclass(eq=False)
-class Room:
+class Room(msgspec.Struct, eq=False):
     """One request of a client, or another attempt at it. `number` is the room's, which others may use at the same time
     (`contested`). `earlier` are the attempts that were lost, `later` is the one that took this one's place."""
 
@@ -83,8 +82,8 @@ class Room:
     prefill_end: str | None = None  # empty: served
     decode_end: str | None = None
 
-    tokens: list[int] = field(init=False)  # the prompt, one a page: those that requests share, and its own
-    outputs: list[int] = field(init=False)  # what it generates before it leaves
+    tokens: list[int] = []  # the prompt, one a page: those that requests share, and its own
+    outputs: list[int] = []  # what it generates before it leaves
 
     def __post_init__(self) -> None:
         text, own = self.text * MOST_PAGES, (int.from_bytes(self.digest, "big") + TEXTS) * MOST_PAGES
@@ -119,8 +118,7 @@ class Clients:
         self.recomputed = 0
         self.lost = 0  # requests that were lost as often as a router computes them
         self.disturbed_links = False  # whether any link or instance was touched so far
-        self._open: dict[tuple[int, str], tuple[Life, Room]] = {}  # halves that wait for their end
-        self._bounds: list[tuple[float, int, str, Room]] = []
+        self._open: dict[tuple[int, str], tuple[Life, Room, float]] = {}  # halves that wait, and when they must end
         self._used: list[Room] = []  # some, whose numbers are used again
         self.delay = 0.0  # by how much standing still and the like may have held answers up
 
@@ -252,8 +250,7 @@ class Clients:
         bound = (1 + room.leaves) * (ENDS + (chunks + 2) * TIMEOUTS.waiting + room.generates)
         if room.follows:
             bound += TIMEOUTS.alloc + TIMEOUTS.waiting
-        self._open[room.id, side] = (life, room)
-        heapq.heappush(self._bounds, (self.world.now + bound, room.id, side, room))
+        self._open[room.id, side] = (life, room, self.world.now + bound)
         if self.world.log is not None:
             self.world.tell(life.name, f"is sent its half of request {room.id}, room {room.number}, {room.pages} pages")
         life.receive(self._take, life, room)
@@ -376,23 +373,22 @@ class Clients:
 
     def died(self, life: Life) -> None:
         """Whoever waits for a process that has died is told so by the router."""
-        for (_, side), (other, room) in list(self._open.items()):
+        for (_, side), (other, room, _) in list(self._open.items()):
             if other is life:
                 self._end(room, side, f"was aborted: {life.name} has died", 502)
 
     def check_bounds(self) -> None:
         """Raise if a request should have ended by now."""
         now = self.world.now - self.delay
-        while self._bounds and self._bounds[0][0] < now:
-            _, id, side, room = heapq.heappop(self._bounds)
-            if (id, side) in self._open:
+        for (id, side), (_, room, bound) in self._open.items():
+            if bound < now:
                 raise Violation(
                     f"the {side} half of request {id}, room {room.number}, has not ended in time", room.number
                 )
 
     def check_all_ended(self) -> None:
         """Raise if any request waits."""
-        for (id, side), (_, room) in self._open.items():
+        for (id, side), (_, room, _) in self._open.items():
             raise Violation(f"the {side} half of request {id} never ended", room.number)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+import msgspec
+
 from pdjax.disagg.protocol.messages import ChunkNotice
 from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.simulate.books import Violation
@@ -57,27 +59,21 @@ class Link:
         self.writes: dict[Write, None] = {}
 
 
-class Write:
+class Write(msgspec.Struct, eq=False):
     """One piece of a chunk on its way into a slot of one rank. It may land after its sender has failed, or is dead."""
 
-    __slots__ = (
-        "chunk", "epoch", "id", "lands_at", "link", "number", "posted_at", "reported", "right", "room", "told",
-        "transfer",
-    )  # fmt: skip
-
-    def __init__(self, id: int, link: Link, chunk: ChunkNotice, room: Room, number: int, transfer: Transfer) -> None:
-        self.id = id
-        self.link = link
-        self.chunk = chunk
-        self.room = room  # whose pages it brings
-        self.number = number  # of the piece
-        self.transfer = transfer
-        self.epoch = 0  # of the slot
-        self.right = True
-        self.told = True  # whether the notice comes with it
-        self.reported = False
-        self.posted_at = 0.0
-        self.lands_at = 0.0
+    id: int
+    link: Link
+    chunk: ChunkNotice
+    room: Room  # whose pages it brings
+    number: int  # of the piece
+    transfer: Transfer
+    epoch: int = 0  # of the slot
+    right: bool = True
+    told: bool = True  # whether the notice comes with it
+    reported: bool = False
+    posted_at: float = 0.0
+    lands_at: float = 0.0
 
 
 def _stop() -> None:

@@ -13,12 +13,13 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdjax.cache.spec import StateSpec
 from pdjax.transfer.layout.ranks import Layout, LayoutError, Place, Span
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Pages [first_page, first_page + pages) of a request's own page order, of a prompt of `prompt_tokens`."""
 
     first_page: int
