@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdjax.disagg.simulate import Settings, run_seed
@@ -11,6 +13,14 @@ FEW = Settings(prefill=2, decode=3, rooms=60, faults=8)
 
 # Pages are plenty: whoever waits for them behind requests of an instance that hangs may overrun its bounds.
 ONE_BAD = Settings(prefill=2, decode=2, rooms=60, faults=6, spares=True, decode_pages=2000)
+
+
+# Of bugs that seldom show, the worlds in which they do soonest: without faults, or all with several ranks.
+SHOWN_BY = {
+    "double_claim": FEW,
+    "forgotten_tombstones": replace(FEW, calm_every=1),
+    "workers_that_end_with_their_leader": replace(FEW, ranks_every=1),
+}
 
 
 def test_nothing_that_must_never_happen_happens_in_200_seeds() -> None:
@@ -36,7 +46,7 @@ def test_whatever_happens_to_one_of_two_prefill_instances_no_request_is_lost() -
 @pytest.mark.parametrize("plant", PLANTS)
 def test_a_planted_bug_is_found_within_200_seeds(plant: str) -> None:
     with PLANTS[plant]():
-        assert any(run_seed(seed, explain=False).problem is not None for seed in range(1, 200))
+        assert any(run_seed(seed, SHOWN_BY.get(plant), explain=False).problem is not None for seed in range(1, 200))
 
 
 def test_a_seed_is_the_same_world_each_time_and_its_failure_says_what_happened() -> None:

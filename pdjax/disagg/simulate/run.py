@@ -11,10 +11,12 @@ from pdjax.disagg.simulate.life import Life
 from pdjax.disagg.simulate.prefill_life import PrefillLife
 from pdjax.disagg.simulate.settings import TIMEOUTS, Settings
 from pdjax.disagg.simulate.world import Link, World
+from pdjax.transfer.layout import LayoutError
 
 CHECK_EVERY = 1.0  # seconds between looks at the requests' bounds
 LAST_FAULTS = 2.0  # seconds in which those that have begun show
 SETTLE = 75.0  # seconds after the last fault in which everything has ended
+BUGS = (AssertionError, ValueError, KeyError, IndexError, TypeError, LayoutError)  # what a machine with one may raise
 
 
 @dataclass
@@ -43,7 +45,7 @@ def run_seed(seed: int, settings: Settings | None = None, *, explain: bool = Tru
         play.run()
     except Violation as violation:
         outcome.problem, room = str(violation), violation.room
-    except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
+    except BUGS as error:
         outcome.problem = f"{type(error).__name__}: {error}"
     outcome.rooms, outcome.served = play.clients.rooms, play.clients.served
     outcome.recomputed = play.clients.recomputed
@@ -60,7 +62,7 @@ def _explain(seed: int, settings: Settings, room: int | None) -> list[str]:
     world = World(seed, entries)
     try:
         _Play(world, settings, seed).run()
-    except (AssertionError, ValueError, KeyError, IndexError, TypeError) as error:
+    except BUGS as error:
         entries.append((world.now, "world", f"{type(error).__name__}: {error}"))
     if room is not None:
         entries = [entry for entry in entries if f"room={room}," in entry[2] or f"room {room}" in entry[2]
