@@ -94,10 +94,11 @@ class PrefixCache:
         if held is None or not self.enabled:
             return
         for index in range(len(held), len(token_ids) // self._tree.page_size):
-            if self._tree.child(held, token_ids) is not None:
+            node = self._tree.insert(held, token_ids, pages[index])
+            if node is None:
                 return
             self._allocator.move_to_cache(owner, pages[index])
-            held.append(self._tree.insert(held, token_ids, pages[index]))
+            held.append(node)
 
     def end(self, owner: str, token_ids: Sequence[int], pages: list[int]) -> None:
         """A request gives its pages back: whole ones into the cache, as far as `token_ids` reach, the rest is free.
@@ -107,11 +108,11 @@ class PrefixCache:
         held = self._held.pop(owner, None)
         if held is not None and self.enabled:
             for index in range(len(held), len(token_ids) // self._tree.page_size):
-                node = self._tree.child(held, token_ids)
-                if node is None:
+                node = self._tree.insert(held, token_ids, pages[index])
+                if node is not None:
                     self._allocator.move_to_cache(owner, pages[index])
-                    node = self._tree.insert(held, token_ids, pages[index])
                 else:
+                    node = self._tree.child(held, token_ids)
                     self._tree.lock([node])
                 held.append(node)
         self._tree.unlock(held or [])

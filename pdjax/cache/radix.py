@@ -51,19 +51,20 @@ class RadixTree:
             node = child
         return path
 
-    def child(self, path: list[Node], token_ids: Sequence[int]) -> Node | None:
-        """The node after `path` that `token_ids` lead to."""
-        return self._end(path).children.get(self._key(token_ids, len(path)))
-
-    def insert(self, path: list[Node], token_ids: Sequence[int], page: int) -> Node:
-        """Put a page after a locked path; the new node is locked once, by the same holder.
+    def child(self, path: list[Node], token_ids: Sequence[int]) -> Node:
+        """The node after `path` that `token_ids` lead to.
 
         Raises:
-            ValueError: there is such a node already.
+            KeyError: there is none.
         """
+        return self._end(path).children[self._key(token_ids, len(path))]
+
+    def insert(self, path: list[Node], token_ids: Sequence[int], page: int) -> Node | None:
+        """Put a page after a locked path; the new node is locked once, by the same holder. None: there is such a node
+        already."""
         key, parent = self._key(token_ids, len(path)), self._end(path)
         if key in parent.children:
-            raise ValueError(f"the page after {len(path)} others is cached already")
+            return None
         node = parent.children[key] = Node(key, page, parent)
         node.locks = 1
         self.pages += 1

@@ -166,10 +166,11 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         if peer is None:
             return
         message = self._hear(link, body, peer, now)
-        if isinstance(message, messages.Rebootstrap):
-            self._rebootstrap(link, peer, message, now)
-        elif isinstance(message, messages.Claim):
-            self._claimed(link, peer, message, now)
+        if isinstance(message, messages.Claim):
+            if isinstance(message, messages.Rebootstrap):
+                self._rebootstrap(link, peer, message, now)
+            else:
+                self._claimed(link, peer, message, now)
         elif isinstance(message, messages.SlotGrant) and not peer.has(message):
             self._refuse_frame(link, f"a slot that is not there was granted: {message}")
         elif isinstance(message, messages.Message):
