@@ -30,6 +30,7 @@ def test_the_ranks_of_a_layout_are_all_there_and_each_finds_its_own_number() -> 
 def test_ranks_outside_of_the_layout_do_not_count() -> None:
     sentence = incomplete(Layout(tp=2), [Rank(b"a"), Rank(b"b", tp=5)])
     assert sentence is not None and "tp 5" in sentence
+    assert "tp -1" in (incomplete(Layout(tp=2), [Rank(b"a"), Rank(b"b", tp=-1)]) or "")
     assert "no ranks" in (incomplete(Layout(tp=0), []) or "")
 
 

@@ -61,13 +61,12 @@ def incomplete(layout: Layout, ranks: list[Rank]) -> str | None:
     sizes = [getattr(layout, axis) for axis in AXES]
     if min(sizes) < 1:
         return f"a layout of {layout} has no ranks"
+    known = {rank.place for rank in ranks}
     if layout.ranks > len(ranks):
-        known = {rank.place for rank in ranks}
         absent = (place for place in itertools.product(*map(range, sizes)) if place not in known)
         named = ", ".join(_name(place) for place in itertools.islice(absent, 4))
         return f"{layout.ranks - len(ranks)} of {layout.ranks} ranks have not registered: {named}"
-    strangers = [rank for rank in ranks if any(at >= size for at, size in zip(rank.place, sizes, strict=True))]
-    if strangers or len({rank.place for rank in ranks}) != layout.ranks:
+    if layout.ranks < len(ranks) or known != set(itertools.product(*map(range, sizes))):
         return f"{len(ranks)} ranks have registered for {layout.ranks} places: {', '.join(map(_of, ranks[:4]))}"
     return None
 

@@ -83,8 +83,8 @@ class _Play:
         """Requests and faults, then peace, then a fresh request for every pair. Raises `Violation`."""
         world, settings, clients = self.world, self.settings, self.clients
         span = settings.rooms * settings.arrival / settings.prefill
-        for _ in range(settings.rooms):
-            world.after(self.random.random() * span, self._request)
+        self._arrivals = iter(sorted(self.random.random() * span for _ in range(settings.rooms)))
+        self._await_request()
         if not self.calm:
             for _ in range(settings.faults):
                 world.after(self.random.random() * span, self._fault)
@@ -112,7 +112,13 @@ class _Play:
             self.world.run(min(self.world.now + CHECK_EVERY, until))
             self.clients.check_bounds()
 
+    def _await_request(self) -> None:
+        at = next(self._arrivals, None)
+        if at is not None:
+            self.world.after(at - self.world.now, self._request)
+
     def _request(self) -> None:
+        self._await_request()
         clients = self.clients
         clients.request(pick(self.random, len(clients.prefills)), pick(self.random, len(clients.decodes)))
 
