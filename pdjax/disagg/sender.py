@@ -188,9 +188,9 @@ class Sender:
         transfer: Transfer,
     ) -> bool:
         """Gather a piece where it is to land, if that is mapped here, and tell the peer. Returns whether it is."""
-        if not native.is_loaded():
-            return False
         piece = transfer.piece
+        if not native.is_loaded() or not self._staging[piece.source].in_place:
+            return False
         place, shard = pieces.source_places[piece.source], shards[self._devices[piece.source]]
         pages = pieces.pages(chunk, piece.page_class)
         page_ids = local_pages(pages, order.page_ids, first=chunk.first_page, cp=self._layout.cp)

@@ -2,7 +2,8 @@
 
 Every rank has as many slots as every other of its instance, made and registered once at start: slot n of all of them is
 one slot to the protocol. A slot holds blocks, each [head, page, layer, K|V, slot in page, head_dim], head outermost,
-with exactly as many pages as the chunk has.
+with exactly as many pages as the chunk has. The network sends and receives it in the host's memory, which is also where
+JAX has it if its device is the CPU; between any other device and the host it is copied.
 """
 
 from __future__ import annotations
@@ -11,19 +12,18 @@ import ctypes
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from pdjax.kernels import gather_pages, scatter_pages
 from pdjax.transfer.backend import TransferBackend, TransferError
+from pdjax.transfer.bounce import Bounce, Device, shares_memory
 from pdjax.transfer.layout import Block
 
-Device = Any  # jax.Device, which type checkers take for a variable
 Part = tuple[Block, list[int]]  # a block, and its pages as the pool numbers them
 
 
@@ -90,14 +90,25 @@ class Slots:
 
 class SourceStaging:
     """One rank's slots, which JAX owns: a gather donates a slot and leaves it where it is, at an address the backend
-    knows. Slot n is the backend's region `first_region` + n.
+    knows, or that of its copy on the host. Slot n is the backend's region `first_region` + n.
 
     Args:
         shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
+        in_place: whether the backend reads what JAX has; None: wherever it can.
+
+    Attributes:
+        in_place: as above.
     """
 
     def __init__(
-        self, shard: jax.Array, *, slots: int, slot_pages: int, backend: TransferBackend, first_region: int
+        self,
+        shard: jax.Array,
+        *,
+        slots: int,
+        slot_pages: int,
+        backend: TransferBackend,
+        first_region: int,
+        in_place: bool | None = None,
     ) -> None:
         self._slot_pages = slot_pages
         self._first_region = first_region
@@ -109,7 +120,14 @@ class SourceStaging:
             place = NamedSharding(place.mesh, PartitionSpec())
         empty = jax.jit(lambda: jnp.zeros(words, dtype), out_shardings=place)
         self._arrays = [empty() for _ in range(slots)]
-        self._addresses = [array.unsafe_buffer_pointer() for array in self._arrays]
+        self.in_place = shares_memory(_device(shard)) if in_place is None else in_place
+        self._used = [0] * slots  # words
+        if self.in_place:
+            self._addresses = [array.unsafe_buffer_pointer() for array in self._arrays]
+        else:
+            self._bounce = Bounce(words, dtype, place)
+            self._copies = [np.zeros(words, dtype) for _ in range(slots)]
+            self._addresses = [copy.ctypes.data for copy in self._copies]
         for slot, address in enumerate(self._addresses):
             backend.register(self.region(slot), address, words * dtype.itemsize)
 
@@ -123,6 +141,7 @@ class SourceStaging:
 
     def gather(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> None:
         """Begin to fill a slot with pages of the rank's part of the pool."""
+        self._used[slot] = _end(shard, parts)
         for block, pages in parts:
             self._arrays[slot] = gather_pages(
                 shard,
@@ -140,36 +159,54 @@ class SourceStaging:
         Raises:
             RuntimeError: it has moved, so the backend would send something else.
         """
-        _check_place(slot, jax.block_until_ready(self._arrays[slot]), self._addresses[slot])
+        if self.in_place:
+            _check_place(slot, jax.block_until_ready(self._arrays[slot]), self._addresses[slot])
+        else:
+            self._bounce.to_host(self._arrays[slot], self._used[slot], self._copies[slot])
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if a slot has moved."""
-        for slot, array in enumerate(self._arrays):
+        for slot, array in enumerate(self._arrays) if self.in_place else ():
             _check_place(slot, array, self._addresses[slot])
 
 
 class LandingRing:
-    """One rank's slots, which the backend owns and peers write into; JAX reads them through aliases made once.
+    """One rank's slots, which the backend owns and peers write into; JAX reads them through aliases made once, or has
+    them copied to its device.
 
     Args:
         shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
         region: the backend's name for all slots together, one behind the other.
+        in_place: whether JAX reads what peers write; None: wherever it can.
     """
 
-    def __init__(self, shard: jax.Array, *, slots: int, slot_pages: int, backend: TransferBackend, region: int) -> None:
+    def __init__(
+        self,
+        shard: jax.Array,
+        *,
+        slots: int,
+        slot_pages: int,
+        backend: TransferBackend,
+        region: int,
+        in_place: bool | None = None,
+    ) -> None:
         self.slot_pages = slot_pages
         self._run_bytes = _run_bytes(shard)
         self.slot_bytes = slot_pages * _page_words(shard) * shard.dtype.itemsize
         self._address = backend.allocate(region, slots * self.slot_bytes)
         ctypes.memset(self._address, 0, slots * self.slot_bytes)  # before any peer can know of it
         memory = (ctypes.c_char * (slots * self.slot_bytes)).from_address(self._address)
-        words = np.ctypeslib.as_array(memory).view(shard.dtype).reshape(slots, -1)
-        device = next(iter(shard.sharding.device_set))
-        self._arrays = [_alias(words[slot], device) for slot in range(slots)]
+        self._words = np.ctypeslib.as_array(memory).view(shard.dtype).reshape(slots, -1)
+        device = _device(shard)
+        self._in_place = shares_memory(device) if in_place is None else in_place
+        if self._in_place:
+            self._arrays = [_alias(words, device) for words in self._words]
+        else:
+            self._bounce = Bounce(self._words.shape[1], shard.dtype, SingleDeviceSharding(device))
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if what JAX reads is not where peers write."""
-        for slot, array in enumerate(self._arrays):
+        for slot, array in enumerate(self._arrays) if self._in_place else ():
             _check_place(slot, array, self._address + slot * self.slot_bytes)
 
     def clear(self, slot: int) -> None:
@@ -178,17 +215,21 @@ class LandingRing:
 
     def checksum(self, slot: int, offset: int, nbytes: int) -> int | None:
         """Of a range of a slot; None if there is no such slot or range."""
-        if not 0 <= slot < len(self._arrays) or offset < 0 or nbytes < 1 or offset + nbytes > self.slot_bytes:
+        if not 0 <= slot < len(self._words) or offset < 0 or nbytes < 1 or offset + nbytes > self.slot_bytes:
             return None
         return checksum_of(self._address + slot * self.slot_bytes + offset, nbytes)
 
     def scatter(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> jax.Array:
         """Move what has landed in a slot into pages of the rank's part of the pool, which is donated. Wait for the
         result before the slot is used again."""
+        if self._in_place:
+            landed = self._arrays[slot]
+        else:
+            landed = self._bounce.to_device(self._words[slot], _end(shard, parts))
         for block, pages in parts:
             shard = scatter_pages(
                 shard,
-                self._arrays[slot],
+                landed,
                 _page_ids(pages, self.slot_pages),
                 len(pages),
                 first_layer=block.layers.start,
@@ -201,6 +242,17 @@ class LandingRing:
 def _check_place(slot: int, array: jax.Array, address: int) -> None:
     if array.unsafe_buffer_pointer() != address:
         raise RuntimeError(f"staging slot {slot} has moved: something holds a view of it")
+
+
+def _end(shard: jax.Array, parts: Sequence[Part]) -> int:
+    """Where the last of some blocks ends in a slot, in words."""
+    run = math.prod(shard.shape[2:])  # of one page of one layer
+    ends = (block.offset // shard.dtype.itemsize + len(pages) * block.layers.count * run for block, pages in parts)
+    return max(ends, default=0)
+
+
+def _device(shard: jax.Array) -> Device:
+    return next(iter(shard.sharding.device_set))
 
 
 def _page_words(shard: jax.Array) -> int:

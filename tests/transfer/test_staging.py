@@ -18,9 +18,10 @@ from tests.transfer import moved_chunks
 PAIRS = ["12", "21", "24", "42", "41", "14", "22"]  # devices of the prefill and of the decode side
 
 
+@pytest.mark.parametrize("in_place", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_arrive_bit_for_bit_and_others_are_untouched(dtype: str) -> None:
-    moved_chunks.check(1, 1, dtype)
+def test_pages_arrive_bit_for_bit_and_others_are_untouched(dtype: str, in_place: bool) -> None:
+    moved_chunks.check(1, 1, dtype, in_place=in_place)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
