@@ -357,7 +357,8 @@ class Clients:
             raise Violation(f"request {room.id} was told what nobody knows of: {reason!r}", room.number)
         ended_elsewhere = room.aborted or room.prefill_end not in (None, "") or room.decode_end not in (None, "")
         # A data path that fails its test takes its link with it.
-        path = self.disturbed_links or self.faults["write"] > 0 or self.faults["damage"] > 2
+        faults = self.faults["write"] > 0 or self.faults["damage"] > 2 or self.world.lost_tests > 0
+        path = self.disturbed_links or faults
         allowed = {
             SELF_MADE: ended_elsewhere,
             # That its first prompt has come may not be known when it is to be computed again.

@@ -89,6 +89,7 @@ class World:
         self.now = 0.0
         self.log = log
         self.faults: Counter[str] = Counter()
+        self.lost_tests = 0  # test messages that were asked for by broken frames
         self.truncate = 0.0  # how likely a frame is to be cut or scrambled, now
         self.damage = 0.0  # how likely a chunk is to be damaged, now
         self.refuse = 0.0  # how likely a write is to fail, now
@@ -157,6 +158,7 @@ class World:
         """A frame for one end, which may be cut or scrambled on its way."""
         if self.truncate and self.draw() < self.truncate:
             self.faults["frame"] += 1
+            self.lost_tests += b"path_test" in body
             self.tell(end.other.life.name, f"the next frame to {end.life.name} is broken on its way")
             body = body[: self.random.randrange(len(body))] if self.draw() < 0.5 else b"\xc1" + body
         self.tell_end(end, end.life.frame, body)
