@@ -49,6 +49,11 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
         self._paths = PathTests(timeouts.peer)
         self._quarantine = Quarantine(timeouts.workers_end)
 
+    @property
+    def tests_paths(self) -> bool:
+        """Whether a test message is awaited."""
+        return self._paths.under_way
+
     def link_up(self, link: str, hello: bytes, now: float) -> None:
         """A link that was asked for stands."""
         try:

@@ -53,6 +53,11 @@ class PathTests:
         """A link is gone."""
         self._paths.pop(link, None)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether any path is being tested."""
+        return any(path.number for path in self._paths.values())
+
     def passed(self, link: str) -> bool:
         """Whether traffic may go over it."""
         path = self._paths.get(link)

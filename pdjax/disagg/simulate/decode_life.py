@@ -48,6 +48,11 @@ class DecodeLife(Life):
         self._texts: dict[str, list[int]] = {}  # what the pages of a request are to hold before it decodes
         self._left: Counter[str] = Counter()  # how often a request has lost its pages
 
+    @property
+    def at_rest(self) -> bool:
+        """See `Life`. A path that is being tested may turn out to have lost its test."""
+        return super().at_rest and not self.machine.tests_paths
+
     def submit(self, room: Room, rid: str) -> None:
         """A request comes."""
         self.rooms[rid], self._texts[rid] = room, room.tokens
