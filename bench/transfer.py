@@ -7,7 +7,7 @@ turn is stopped. Milliseconds are from the sender's call until the receiver has 
 rounds; processor time is of both sides. A row whose rounds are long gets fewer. The table has goals in brackets. All
 of it takes some minutes; rows are told on stderr as they come, and --work and --only choose parts.
 
-    python -m bench.transfer [--json] [--rounds 6] [--work NAME ...] [--only NAME ...]
+    python bench/transfer.py [--json] [--rounds 6] [--work NAME ...] [--only NAME ...]
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bench.transfer_work import WORKS
 from pdjax.net.mpi import environment
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # a script's own path begins with its folder
+from bench.transfer_work import WORKS
 
 _WARM_UPS = 2
 _PATIENCE = 120.0  # seconds for one answer
