@@ -40,7 +40,7 @@ def local_shards(pool: jax.Array) -> dict[Device, jax.Array]:
 def with_new_shards(pool: jax.Array, update: Callable[[Device, jax.Array], jax.Array]) -> jax.Array:
     """A pool after `update`, which donates, of each of this process's parts; waits for all of them."""
     if len(pool.sharding.device_set) == 1:  # to take it apart and put it together again costs 0.1 ms
-        return jax.block_until_ready(update(next(iter(pool.sharding.device_set)), pool))
+        return jax.block_until_ready(update(_device(pool), pool))
     parts = [update(device, shard) for device, shard in local_shards(pool).items()]
     return jax.make_array_from_single_device_arrays(pool.shape, pool.sharding, jax.block_until_ready(parts))
 
@@ -94,21 +94,13 @@ class SourceStaging:
 
     Args:
         shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
-        in_place: whether the backend reads what JAX has; None: wherever it can.
 
     Attributes:
-        in_place: as above.
+        in_place: whether the backend reads what JAX has.
     """
 
     def __init__(
-        self,
-        shard: jax.Array,
-        *,
-        slots: int,
-        slot_pages: int,
-        backend: TransferBackend,
-        first_region: int,
-        in_place: bool | None = None,
+        self, shard: jax.Array, *, slots: int, slot_pages: int, backend: TransferBackend, first_region: int
     ) -> None:
         self._slot_pages = slot_pages
         self._first_region = first_region
@@ -120,7 +112,7 @@ class SourceStaging:
             place = NamedSharding(place.mesh, PartitionSpec())
         empty = jax.jit(lambda: jnp.zeros(words, dtype), out_shardings=place)
         self._arrays = [empty() for _ in range(slots)]
-        self.in_place = shares_memory(_device(shard)) if in_place is None else in_place
+        self.in_place = shares_memory(_device(shard))
         self._used = [0] * slots  # words
         if self.in_place:
             self._addresses = [array.unsafe_buffer_pointer() for array in self._arrays]
@@ -177,19 +169,9 @@ class LandingRing:
     Args:
         shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
         region: the backend's name for all slots together, one behind the other.
-        in_place: whether JAX reads what peers write; None: wherever it can.
     """
 
-    def __init__(
-        self,
-        shard: jax.Array,
-        *,
-        slots: int,
-        slot_pages: int,
-        backend: TransferBackend,
-        region: int,
-        in_place: bool | None = None,
-    ) -> None:
+    def __init__(self, shard: jax.Array, *, slots: int, slot_pages: int, backend: TransferBackend, region: int) -> None:
         self.slot_pages = slot_pages
         self._run_bytes = _run_bytes(shard)
         self.slot_bytes = slot_pages * _page_words(shard) * shard.dtype.itemsize
@@ -198,7 +180,7 @@ class LandingRing:
         memory = (ctypes.c_char * (slots * self.slot_bytes)).from_address(self._address)
         self._words = np.ctypeslib.as_array(memory).view(shard.dtype).reshape(slots, -1)
         device = _device(shard)
-        self._in_place = shares_memory(device) if in_place is None else in_place
+        self._in_place = shares_memory(device)
         if self._in_place:
             self._arrays = [_alias(words, device) for words in self._words]
         else:

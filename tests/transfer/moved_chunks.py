@@ -57,7 +57,7 @@ class Side:
 
 
 class Source(Side):
-    def __init__(self, spec: StateSpec, tp: int, words: np.ndarray, in_place: bool | None) -> None:
+    def __init__(self, spec: StateSpec, tp: int, words: np.ndarray) -> None:
         super().__init__(spec, tp, words)
         shards = local_shards(self.pool)
         self.staging = [
@@ -67,25 +67,17 @@ class Source(Side):
                 slot_pages=SLOT_PAGES,
                 backend=self.memory,
                 first_region=1 + rank * SLOTS,
-                in_place=in_place,
             )
             for rank, device in enumerate(self.devices)
         ]
 
 
 class Destination(Side):
-    def __init__(self, spec: StateSpec, tp: int, words: np.ndarray, in_place: bool | None) -> None:
+    def __init__(self, spec: StateSpec, tp: int, words: np.ndarray) -> None:
         super().__init__(spec, tp, words)
         shards = local_shards(self.pool)
         self.rings = [
-            LandingRing(
-                shards[device],
-                slots=SLOTS,
-                slot_pages=SLOT_PAGES,
-                backend=self.memory,
-                region=1 + rank,
-                in_place=in_place,
-            )
+            LandingRing(shards[device], slots=SLOTS, slot_pages=SLOT_PAGES, backend=self.memory, region=1 + rank)
             for rank, device in enumerate(self.devices)
         ]
 
@@ -123,7 +115,7 @@ def send(source: Source, destination: Destination, here: list[int], there: list[
     destination.pool = with_new_shards(destination.pool, scatter)
 
 
-def check(prefill: int, decode: int, dtype: str, *, in_place: bool | None = None) -> None:
+def check(prefill: int, decode: int, dtype: str) -> None:
     """Two heads: four ranks hold each of them twice."""
     spec = StateSpec("kv", layers=3, heads=2, head_dim=8, page_size=4, dtype=dtype)
     random = np.random.default_rng(0)
@@ -131,7 +123,7 @@ def check(prefill: int, decode: int, dtype: str, *, in_place: bool | None = None
     shape = pool_shape(spec, PAGES)
     words = [random.integers(0, high, shape, f"uint{8 * spec.word_bytes}").view(spec.word_dtype) for _ in "ab"]
     words = [np.nan_to_num(each) if dtype == "float32" else each for each in words]
-    source, destination = Source(spec, prefill, words[0], in_place), Destination(spec, decode, words[1], in_place)
+    source, destination = Source(spec, prefill, words[0]), Destination(spec, decode, words[1])
     expected = words[1].copy()
     for slot, (here, there) in enumerate([([5, 1, 7], [2, 8, 3]), ([3], [1]), ([4, 2, 6, 8], [4, 5, 6, 7])]):
         send(source, destination, here, there, slot % SLOTS)
