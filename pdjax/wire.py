@@ -71,6 +71,7 @@ class Generate(msgspec.Struct, frozen=True, tag_field="type", tag="generate"):
     deadline_s: float | None = None  # seconds from arrival until the request fails, wherever it is
     sample_of: str = ""  # another request with the same prompt, of which this is one more sample
     dp_rank: int | None = None  # the dp rank that the client wants it on
+    output_ids: list[int] = []  # tokens that another instance has made: this one goes on after them, and tells new ones
 
 
 class Abort(msgspec.Struct, frozen=True, tag_field="type", tag="abort"):

@@ -88,8 +88,7 @@ class Decode:
             except ValueError as error:
                 self._engine.fail(request, 400, f"data_parallel_rank: {error}")
                 return
-            self._timelines[request.rid] = RoomTimeline(request.arrived)
-            self._open_room(request, request.rendezvous, follows=request.sample_of)
+            self._open_room(request, request.rendezvous, request.arrived, follows=request.sample_of)
 
     def _compute_again(self, request: Request) -> None:
         """A request has lost its pages: its prefill instance computes them again, in another room of the same
@@ -97,16 +96,18 @@ class Decode:
         if request.alone:
             self._alone.push(request)
             return
-        tokens = len(request.prefill_ids)
-        if tokens > messages.MOST_TOKENS:
-            self.fail(request.rid, 503, f"it has {tokens} tokens, and a message takes {messages.MOST_TOKENS}")
-            return
         assert request.rendezvous is not None, "only requests with a room are let in"
-        self._timelines[request.rid] = RoomTimeline(self._engine.clock())
-        self._open_room(request, request.rendezvous, tokens=messages.pack_tokens(request.prefill_ids))
+        self._open_room(request, request.rendezvous, self._engine.clock())
 
-    def _open_room(self, request: Request, rendezvous: Rendezvous, *, follows: str = "", tokens: bytes = b"") -> None:
-        ids = request.prefill_ids
+    def _open_room(self, request: Request, rendezvous: Rendezvous, begun: float, *, follows: str = "") -> None:
+        """Of a request that has tokens already, the prefill side knows nothing: the claim brings all of them."""
+        ids, tokens = request.prefill_ids, b""
+        if request.output_ids:
+            if len(ids) > messages.MOST_TOKENS:
+                self.fail(request.rid, 503, f"it has {len(ids)} tokens, and a message takes {messages.MOST_TOKENS}")
+                return
+            tokens = messages.pack_tokens(ids)
+        self._timelines[request.rid] = RoomTimeline(begun)
         ask = DecodeAsk(
             rid=request.rid,
             room=rendezvous.room,
@@ -279,11 +280,12 @@ class Decode:
         request, timeline = self._engine.requests[rid], self._timelines.pop(rid)
         timeline.met = met
         request.computed = len(request.prefill_ids)
-        if not request.output_ids:  # of one that was computed again, all of this has been told
+        if not request.timeline:  # of one that has lost its pages here, the first room's stays
+            request.timeline.update(timeline.summary(handoff))
+        if not request.output_ids:  # of one that has tokens, all of this has been told
             request.prompt_logprobs = [logprob for part in prompt for logprob in part.logprobs]
             request.prompt_top = [best for part in prompt for best in part.top]
             request.cached_tokens = handoff.cached_tokens
-            request.timeline.update(timeline.summary(handoff))
         self._engine.start_decoding(request, OutputToken(handoff.first_token, handoff.logprob, handoff.top))
 
     def fail(self, rid: str, status: int, reason: str) -> None:
@@ -292,9 +294,7 @@ class Decode:
         request = self._engine.requests[rid]
         if request.output_ids:
             status = 503
-            reason = (
-                f"there was no room to keep the request while others went on, nor could it be computed again: {reason}"
-            )
+            reason = f"the pages of the request were lost, and its tokens could not be computed again: {reason}"
         self._engine.fail(request, status, reason)
 
     def say(self, text: str) -> None:

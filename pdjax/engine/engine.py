@@ -334,6 +334,7 @@ class Engine:
             pages=self.prefix.rank_capacity,
             vocab=self.runner.vocab,
             grammars=self._grammars is not None,
+            eos_token_ids=self._eos_token_ids,
             dp=self.runner.dp,
         )
         if problem is None:
@@ -364,15 +365,19 @@ class Engine:
             self.fail(request, 400, compiled.error)
             return
         request.matcher = compiled.matcher
-        if self._follow(request):
+        if not self._follow(request, request.output_ids):
+            return
+        if request.matcher.complete:
+            self.fail(request, 400, "the output so far is a complete answer by its grammar")
+        else:
             self.role.submit(request)
 
-    def _follow(self, request: Request, token: int | None = None) -> bool:
-        """Take a token, if any, into a request's grammar, and find what may come next. False: it has failed."""
+    def _follow(self, request: Request, tokens: Sequence[int]) -> bool:
+        """Take tokens into a request's grammar, and find what may come next. False: it has failed."""
         if request.matcher is None:
             return True
         try:
-            if token is not None:
+            for token in tokens:
                 request.matcher.advance(token)
             request.mask = request.matcher.mask()
         except GrammarError as error:
@@ -473,7 +478,7 @@ class Engine:
 
     def _tell(self, request: Request, token: OutputToken, finish: Finish | None) -> Tokens | None:
         """What to tell of a request's newest token, or None if the request has failed by it."""
-        if finish is None and not self._follow(request, token.id):
+        if finish is None and not self._follow(request, [token.id]):
             return None
         if finish is None and request.matcher is not None and request.matcher.complete:
             finish = Finish("stop")

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pdjax.cache.spec import StateSpec
-from pdjax.engine.request import Request
+from pdjax.engine.request import Request, finish_of
 from pdjax.engine.sampling import problem as sampling_problem
 from pdjax.wire import MAX_FRAME
 
@@ -31,6 +31,7 @@ def refusal(
     pages: int,
     vocab: int,
     grammars: bool,
+    eos_token_ids: tuple[int, ...],
     dp: int = 1,
 ) -> tuple[int, str] | None:
     """Status and sentence for a request that can't be taken, or None.
@@ -40,6 +41,7 @@ def refusal(
         spec: the KV state's shape, of which a request can have `pages` pages at most.
         vocab: how many logits the model has.
         grammars: whether grammars can be compiled.
+        eos_token_ids: tokens that end a request.
         dp: how many dp ranks there are.
     """
     needed = spec.pages(request.max_tokens)
@@ -51,6 +53,11 @@ def refusal(
         return 400, f"deadline_s must be above 0 seconds, not {request.deadline_s:g}"
     if not 0 <= min(request.input_ids) <= max(request.input_ids) < vocab:
         return 400, f"the prompt has tokens that are not in the vocabulary of {vocab}"
+    if request.output_ids:
+        if not 0 <= min(request.output_ids) <= max(request.output_ids) < vocab:
+            return 400, f"the output so far has tokens that are not in the vocabulary of {vocab}"
+        if finish_of(request, eos_token_ids) is not None:
+            return 400, f"the output so far, {len(request.output_ids)} tokens, is all that the request may have"
     if request.wanted_rank is not None and not 0 <= request.wanted_rank < dp:
         return 400, f"data_parallel_rank: there is no dp rank {request.wanted_rank}; this instance has {dp}, from 0 on"
     problem = sampling_problem(request.sampling, top=request.top_logprobs, vocab=vocab)

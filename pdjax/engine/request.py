@@ -58,9 +58,11 @@ class Request:
         self.prompt_tokens = len(self.input_ids)
         self.max_tokens = self.prompt_tokens + self.sampling.max_new_tokens - 1
         self.prefill_ids = self.input_ids
+        if self.output_ids:
+            self.start_over()
 
     def start_over(self) -> None:
-        """Its pages are gone. All its tokens but the newest, which the next step computes, are computed again."""
+        """It has no pages. All its tokens but the newest, which the next step computes, are computed (again)."""
         self.prefill_ids = self.input_ids + self.output_ids[:-1]
         self.computed = 0
 
@@ -77,6 +79,7 @@ class Request:
             priority=message.priority,
             deadline_s=message.deadline_s,
             sample_of=message.sample_of,
+            output_ids=message.output_ids,
             wanted_rank=message.dp_rank,
             # Log-probabilities of a prompt's tokens come from computing them.
             use_cache=not message.prompt_logprobs,
