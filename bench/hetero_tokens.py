@@ -115,5 +115,5 @@ class TokenSource:
 
 def _worker(on_notice: Callable[[bytes], None]) -> UcxWorker:
     ucp = binding.load(library_path(None))
-    kinds = transports(seen(ucp), [])
+    kinds = transports(seen(ucp), [], gpu=False)
     return UcxWorker(ucp, transports=kinds, devices=[], on_notice=on_notice, on_error=lambda *_: None)

@@ -24,7 +24,7 @@ import numpy as np
 
 from pdjax.kernels import gather_pages, native, scatter_pages
 from pdjax.launch.cache_folder import cache_root
-from pdjax.transfer.staging import checksum_of
+from pdjax.transfer.checksum import xxh3
 
 LAYERS, HEADS, HEAD_DIM = 30, 8, 64
 SLOT_PAGES = 64
@@ -79,7 +79,7 @@ class Case:
             np.copyto(target, source)
 
         def checksum() -> None:
-            checksum_of(self.staging.unsafe_buffer_pointer(), source.nbytes)
+            xxh3(self.staging.unsafe_buffer_pointer(), source.nbytes)
 
         seconds = _medians([gather, scatter, memcpy, checksum], rounds)
         if self._addresses() != self.addresses:

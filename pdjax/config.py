@@ -174,6 +174,8 @@ class Transfer:
     host: str = _option("127.0.0.1", "address at which nixl, mooncake and jax take notices and bytes")
     ucx_library: str = _option("", "path of another libucp to load before MPI; empty: the one that MPI brings")
     mapped: bool = _option(True, "on one host, write straight into the peer's mapped staging ring")
+    device_memory: bool = _option(True, "let the network read and write the memory of GPUs where the backend can; else "
+                                        "slots are copied between it and the host's")  # fmt: skip
     verify: bool = _option(True, "checksum every chunk where it leaves and where it lands; a damaged one is sent again")
     slots: int = _option(4, "staging slots; each holds the pages of one prefill step")
 

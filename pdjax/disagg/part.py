@@ -9,7 +9,7 @@ from pdjax.cache.spec import StateSpec
 from pdjax.engine.runner import Runner
 from pdjax.transfer.backend import TransferBackend
 from pdjax.transfer.layout import Layout
-from pdjax.transfer.staging import Device
+from pdjax.transfer.slot_memory import Device
 
 
 @dataclass(frozen=True)

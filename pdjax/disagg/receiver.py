@@ -13,7 +13,8 @@ from pdjax.disagg.protocol.topology import region_of
 from pdjax.transfer.backend import Drained, Notice
 from pdjax.transfer.layout import Block, Chunk, Span, block_layers
 from pdjax.transfer.path_test import PathTestCells
-from pdjax.transfer.staging import Device, LandingRing, local_shards, pages_of, with_new_shards
+from pdjax.transfer.slot_memory import Device
+from pdjax.transfer.staging import LandingRing, local_shards, pages_of, with_new_shards
 
 
 class Receiver:
@@ -86,23 +87,19 @@ class Receiver:
             return NoticeRefused(f"a notice for rank {notice.rank} has come to a process that does not have it")
         if not self._verify:
             return PieceLanded(notice, True)
-        found = ring.checksum(notice.chunk.slot, notice.offset, notice.nbytes)
-        return PieceLanded(notice, found is not None and found == notice.checksum)
+        if notice.checksum is None:
+            return PieceLanded(notice, False)
+        algorithm, sent = notice.checksum
+        return PieceLanded(notice, ring.checksum(algorithm, notice.chunk.slot, notice.offset, notice.nbytes) == sent)
 
     def _zero(self, order: ZeroPages) -> None:
         holders = {place.rank for place in self._layout.places(self._state, order.dp_rank)}
 
-        def scatter(device: Device, shard: jax.Array) -> jax.Array:
-            ring, layers = self._rings[self._rank_of[device]], Span(0, shard.shape[0])
-            if self._rank_of[device] not in holders:
-                return shard
-            ring.clear(order.slot)
-            for first in range(0, len(order.page_ids), ring.slot_pages):
-                page_ids = order.page_ids[first : first + ring.slot_pages]
-                shard = ring.scatter(order.slot, shard, [(Block(0, 0, layers, range(len(page_ids))), page_ids)])
-            return shard
+        def zero(device: Device, shard: jax.Array) -> jax.Array:
+            rank = self._rank_of[device]
+            return self._rings[rank].zero(order.slot, shard, order.page_ids) if rank in holders else shard
 
-        self._runner.pool = with_new_shards(self._runner.pool, scatter)
+        self._runner.pool = with_new_shards(self._runner.pool, zero)
 
     def _scatter(self, order: ScatterChunk) -> None:
         chunk = Chunk(order.chunk.first_page, order.chunk.pages, order.prompt_tokens)

@@ -16,9 +16,11 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import Rank, in_order
 from pdjax.kernels import native
 from pdjax.transfer.backend import PeerLost, TransferError, Write, WriteDone, WriteFailed
+from pdjax.transfer.checksum import Algorithm, xxh3
 from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan, block_layers
 from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
-from pdjax.transfer.staging import Device, SourceStaging, checksum_of, local_pages, local_shards, pages_of
+from pdjax.transfer.slot_memory import Device, SlotMemory
+from pdjax.transfer.staging import SourceStaging, local_pages, local_shards, pages_of
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,7 @@ class Sender:
     ) -> bool:
         """Gather a piece where it is to land, if that is mapped here, and tell the peer. Returns whether it is."""
         piece = transfer.piece
-        if not native.is_loaded() or not self._staging[piece.source].in_place:
+        if not native.is_loaded() or self._staging[piece.source].memory is not SlotMemory.SHARED:
             return False
         place, shard = pieces.source_places[piece.source], shards[self._devices[piece.source]]
         pages = pieces.pages(chunk, piece.page_class)
@@ -205,7 +207,9 @@ class Sender:
                 heads=range(piece.heads.start - place.heads.start, piece.heads.stop - place.heads.start),
                 layers=range(piece.layers.start - place.layers.start, piece.layers.stop - place.layers.start),
             )
-            checksum = checksum_of(address, transfer.nbytes) if self._verify else None
+            checksum: tuple[Algorithm, int] | None = None
+            if self._verify:
+                checksum = "xxh3", xxh3(address, transfer.nbytes)
         self._write(order, peer, number, transfer, checksum, nbytes=0)
         return True
 
@@ -218,7 +222,14 @@ class Sender:
             staging.wait(order.slot)
 
     def _write(
-        self, order: SendChunk, peer: _Peer, number: int, transfer: Transfer, checksum: int | None, *, nbytes: int
+        self,
+        order: SendChunk,
+        peer: _Peer,
+        number: int,
+        transfer: Transfer,
+        checksum: tuple[Algorithm, int] | None,
+        *,
+        nbytes: int,
     ) -> None:
         """Send a piece, or with no bytes only the word that it is there."""
         staging, rank = self._staging[transfer.piece.source], transfer.piece.destination

@@ -64,7 +64,7 @@ class PathSide:
     """`post` is called on the backend's thread. `peer` is whom pings are answered to."""
 
     def __init__(self, config: Config, post: Callable[[object], None]) -> None:
-        self.backend = start_backend(config, post)
+        self.backend, _ = start_backend(config, post, None)
         self.peer = "peer"
         self.moves = config.transfer.backend != "fake"
         self._writes = 0

@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from pdjax.config import Config, ConfigError
 from pdjax.net import mpi
 from pdjax.transfer.backend import BackendOptions, TransferBackend
+from pdjax.transfer.device_proof import problem_with_device_memory
 from pdjax.transfer.devices import devices_for
 from pdjax.transfer.registry import create
+from pdjax.transfer.slot_memory import Device, shares_memory
 
 
-def start_backend(config: Config, post: Callable[[object], None]) -> TransferBackend:
-    """The backend that the configuration names, for this rank. Raises `TransferError`."""
+def start_backend(config: Config, post: Callable[[object], None], device: Device | None) -> tuple[TransferBackend, str]:
+    """The backend that the configuration names, for this rank.
+
+    Args:
+        device: the first of this process; None if only the host's memory is to be moved.
+
+    Returns:
+        It, and a line about what moves the bytes and where slots are.
+
+    Raises:
+        TransferError: it cannot start.
+    """
     rank = mpi.load().COMM_WORLD.Get_rank()
     options = BackendOptions(
         mapped=config.transfer.mapped,
@@ -22,7 +35,18 @@ def start_backend(config: Config, post: Callable[[object], None]) -> TransferBac
         host=config.transfer.host,
         transports=config.transfer.ucx_transports,
     )
-    return create(config.transfer.backend, post, options)
+    where = ""
+    if device is not None and not shares_memory(device):
+        problem = "Transfer.device_memory is False"
+        if config.transfer.device_memory:
+            options = replace(options, gpu=device.local_hardware_id)
+            problem = problem_with_device_memory(device, lambda post: create(config.transfer.backend, post, options))
+        where = f"; slots are in the {device.platform}'s memory"
+        if problem is not None:
+            options = replace(options, gpu=None)
+            where = f"; slots are copied between the {device.platform}'s memory and the host's: {problem}"
+    backend = create(config.transfer.backend, post, options)
+    return backend, backend.summary + where
 
 
 def read_secret(config: Config) -> bytes | None:

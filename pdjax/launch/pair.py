@@ -21,7 +21,6 @@ from pdjax.engine.roles import Role
 from pdjax.launch.core import Core
 from pdjax.launch.data_plane import read_secret, start_backend
 from pdjax.net.network import Network
-from pdjax.transfer.bounce import shares_memory
 from pdjax.transfer.staging import Slots
 
 
@@ -48,10 +47,8 @@ def make_part(role: str, config: Config, core: Core, post: Callable[[object], No
     Raises:
         TransferError: the backend cannot start or has no place for staging.
     """
-    backend = start_backend(config, post)
-    away = {device.platform for device in core.local_devices.values() if not shares_memory(device)}
-    copied = f"; slots are copied between it and the {' and '.join(away)}" if away else ""
-    print(f"pdjax {role}: transfer: {backend.summary}{copied}", file=sys.stderr, flush=True)
+    backend, summary = start_backend(config, post, next(iter(core.local_devices.values())))
+    print(f"pdjax {role}: transfer: {summary}", file=sys.stderr, flush=True)
     own = Part(
         core.runner,
         layout=core.layout,

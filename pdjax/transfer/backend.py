@@ -80,6 +80,7 @@ class BackendOptions:
     devices: tuple[str, ...] = ()  # network devices to use; none: the backend's own choice
     host: str = "127.0.0.1"  # address at which backends that listen are reached
     transports: str = ""  # UCX's names of the transports that may be used; empty: chosen by what this machine has
+    gpu: int | None = None  # the device, as CUDA counts them, whose memory is to be moved if the backend can
 
 
 class TransferError(Exception):
@@ -93,9 +94,15 @@ class TransferBackend(Protocol):
 
     name: str
     summary: str  # for one line at start: what moves the bytes, and out of which memory
+    device_memory: bool  # whether it moves the memory of the options' GPU, too
 
     def register(self, region: int, address: int, nbytes: int) -> None:
         """Make [address, address + nbytes) a source of writes. The memory must outlive the backend."""
+        ...
+
+    def register_device_memory(self, region: int, address: int, nbytes: int, *, writable: bool = False) -> None:
+        """Make memory of a GPU a source of writes and, if `writable`, what peers may write into. Raises `TransferError`
+        where there is no `device_memory`."""
         ...
 
     def allocate(self, region: int, nbytes: int) -> int:

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 from jax.stages import Compiled
 
-Device = Any  # jax.Device, which type checkers take for a variable
 _PARTS = (8, 4, 2, 1)  # a slot is copied as far as an eighth, a quarter, a half or the whole of it
-
-
-def shares_memory(device: Device) -> bool:
-    """Whether what JAX has on a device is in the host's memory."""
-    return device.platform == "cpu"
 
 
 class Bounce:

@@ -2,13 +2,11 @@
 
 Every rank has as many slots as every other of its instance, made and registered once at start: slot n of all of them is
 one slot to the protocol. A slot holds blocks, each [head, page, layer, K|V, slot in page, head_dim], head outermost,
-with exactly as many pages as the chunk has. The network sends and receives it in the host's memory, which is also where
-JAX has it if its device is the CPU; between any other device and the host it is copied.
+with exactly as many pages as the chunk has. `SlotMemory` says where the network finds it.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -16,20 +14,17 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-import xxhash
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pdjax.kernels import gather_pages, scatter_pages
-from pdjax.transfer.backend import TransferBackend, TransferError
-from pdjax.transfer.bounce import Bounce, Device, shares_memory
-from pdjax.transfer.layout import Block
+from pdjax.transfer.backend import TransferBackend
+from pdjax.transfer.bounce import Bounce
+from pdjax.transfer.checksum import Algorithm, as_number, compile_mixed_sum, xxh3
+from pdjax.transfer.layout import Block, Span
+from pdjax.transfer.rings import check_place, make_ring
+from pdjax.transfer.slot_memory import Device, SlotMemory, memory_of
 
 Part = tuple[Block, list[int]]  # a block, and its pages as the pool numbers them
-
-
-def checksum_of(address: int, nbytes: int) -> int:
-    """XXH3-64 of memory: 10 GB/s and more, so that every chunk can be verified."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
 
 
 def local_shards(pool: jax.Array) -> dict[Device, jax.Array]:
@@ -96,7 +91,7 @@ class SourceStaging:
         shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
 
     Attributes:
-        in_place: whether the backend reads what JAX has.
+        memory: where the backend reads them.
     """
 
     def __init__(
@@ -106,30 +101,40 @@ class SourceStaging:
         self._first_region = first_region
         self._run_bytes = _run_bytes(shard)
         words, dtype = slot_pages * _page_words(shard), shard.dtype
+        self._itemsize = dtype.itemsize
         # Placed as a gather leaves them, so that the first gather into a slot is no program of its own.
         place = shard.sharding
         if isinstance(place, NamedSharding):  # the pool of a single device
             place = NamedSharding(place.mesh, PartitionSpec())
         empty = jax.jit(lambda: jnp.zeros(words, dtype), out_shardings=place)
         self._arrays = [empty() for _ in range(slots)]
-        self.in_place = shares_memory(_device(shard))
+        self.memory = memory_of(_device(shard), backend)
         self._used = [0] * slots  # words
-        if self.in_place:
-            self._addresses = [array.unsafe_buffer_pointer() for array in self._arrays]
-        else:
+        if self.memory is SlotMemory.COPIED:
             self._bounce = Bounce(words, dtype, place)
             self._copies = [np.zeros(words, dtype) for _ in range(slots)]
             self._addresses = [copy.ctypes.data for copy in self._copies]
+        else:
+            self._addresses = [jax.block_until_ready(array).unsafe_buffer_pointer() for array in self._arrays]
+        if self.memory is SlotMemory.DIRECT:
+            self._mixed_sum = compile_mixed_sum(words, dtype, place)
         for slot, address in enumerate(self._addresses):
-            backend.register(self.region(slot), address, words * dtype.itemsize)
+            region, nbytes = self.region(slot), words * dtype.itemsize
+            if self.memory is SlotMemory.DIRECT:
+                backend.register_device_memory(region, address, nbytes)
+            else:
+                backend.register(region, address, nbytes)
 
     def region(self, slot: int) -> int:
         """The backend's name for a slot."""
         return self._first_region + slot
 
-    def checksum(self, slot: int, offset: int, nbytes: int) -> int:
-        """Of a range of a slot that `wait` has returned for."""
-        return checksum_of(self._addresses[slot] + offset, nbytes)
+    def checksum(self, slot: int, offset: int, nbytes: int) -> tuple[Algorithm, int]:
+        """Of a range, in bytes, of a slot that `wait` has returned for."""
+        if self.memory is not SlotMemory.DIRECT:
+            return "xxh3", xxh3(self._addresses[slot] + offset, nbytes)
+        first, count = np.uint32(offset // self._itemsize), np.uint32(nbytes // self._itemsize)
+        return "mixed_sum", as_number(self._mixed_sum(self._arrays[slot], first, count))
 
     def gather(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> None:
         """Begin to fill a slot with pages of the rank's part of the pool."""
@@ -151,20 +156,19 @@ class SourceStaging:
         Raises:
             RuntimeError: it has moved, so the backend would send something else.
         """
-        if self.in_place:
-            _check_place(slot, jax.block_until_ready(self._arrays[slot]), self._addresses[slot])
-        else:
+        if self.memory is SlotMemory.COPIED:
             self._bounce.to_host(self._arrays[slot], self._used[slot], self._copies[slot])
+        else:
+            check_place(f"slot {slot}", jax.block_until_ready(self._arrays[slot]), self._addresses[slot])
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if a slot has moved."""
-        for slot, array in enumerate(self._arrays) if self.in_place else ():
-            _check_place(slot, array, self._addresses[slot])
+        for slot, array in enumerate(self._arrays) if self.memory is not SlotMemory.COPIED else ():
+            check_place(f"slot {slot}", array, self._addresses[slot])
 
 
 class LandingRing:
-    """One rank's slots, which the backend owns and peers write into; JAX reads them through aliases made once, or has
-    them copied to its device.
+    """One rank's slots, which peers write into.
 
     Args:
         shard: the rank's part of the pool [layer, page, head, K|V, slot in page, head_dim].
@@ -172,58 +176,52 @@ class LandingRing:
     """
 
     def __init__(self, shard: jax.Array, *, slots: int, slot_pages: int, backend: TransferBackend, region: int) -> None:
-        self.slot_pages = slot_pages
+        self._slots = slots
+        self._slot_pages = slot_pages
         self._run_bytes = _run_bytes(shard)
-        self.slot_bytes = slot_pages * _page_words(shard) * shard.dtype.itemsize
-        self._address = backend.allocate(region, slots * self.slot_bytes)
-        ctypes.memset(self._address, 0, slots * self.slot_bytes)  # before any peer can know of it
-        memory = (ctypes.c_char * (slots * self.slot_bytes)).from_address(self._address)
-        self._words = np.ctypeslib.as_array(memory).view(shard.dtype).reshape(slots, -1)
-        device = _device(shard)
-        self._in_place = shares_memory(device)
-        if self._in_place:
-            self._arrays = [_alias(words, device) for words in self._words]
-        else:
-            self._bounce = Bounce(self._words.shape[1], shard.dtype, SingleDeviceSharding(device))
+        words, device = slot_pages * _page_words(shard), _device(shard)
+        self._itemsize = shard.dtype.itemsize
+        self.slot_bytes = words * self._itemsize
+        self._ring = make_ring(memory_of(device, backend), device, (slots, words), shard.dtype, backend, region)
 
     def check_integrity(self) -> None:
         """Raise RuntimeError if what JAX reads is not where peers write."""
-        for slot, array in enumerate(self._arrays) if self._in_place else ():
-            _check_place(slot, array, self._address + slot * self.slot_bytes)
+        self._ring.check_integrity()
 
-    def clear(self, slot: int) -> None:
-        """Fill a slot with zeros."""
-        ctypes.memset(self._address + slot * self.slot_bytes, 0, self.slot_bytes)
-
-    def checksum(self, slot: int, offset: int, nbytes: int) -> int | None:
-        """Of a range of a slot; None if there is no such slot or range."""
-        if not 0 <= slot < len(self._words) or offset < 0 or nbytes < 1 or offset + nbytes > self.slot_bytes:
+    def checksum(self, algorithm: Algorithm, slot: int, offset: int, nbytes: int) -> int | None:
+        """Of a range, in bytes, of a slot; None if there is no such slot or range."""
+        if not 0 <= slot < self._slots or offset < 0 or nbytes < 1 or offset + nbytes > self.slot_bytes:
             return None
-        return checksum_of(self._address + slot * self.slot_bytes + offset, nbytes)
+        if offset % self._itemsize or nbytes % self._itemsize:
+            return None
+        return self._ring.checksum(algorithm, slot, offset, nbytes)
 
     def scatter(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> jax.Array:
         """Move what has landed in a slot into pages of the rank's part of the pool, which is donated. Wait for the
         result before the slot is used again."""
-        if self._in_place:
-            landed = self._arrays[slot]
-        else:
-            landed = self._bounce.to_device(self._words[slot], _end(shard, parts))
+        return self._scatter(self._ring.landed(slot, _end(shard, parts)), shard, parts)
+
+    def zero(self, slot: int, shard: jax.Array, page_ids: Sequence[int]) -> jax.Array:
+        """Fill pages of the rank's part of the pool, which is donated, with zeros. The slot is used for it: wait for
+        the result before anybody else uses it."""
+        zeros, layers = self._ring.zeros(slot), Span(0, shard.shape[0])
+        for first in range(0, len(page_ids), self._slot_pages):
+            pages = list(page_ids[first : first + self._slot_pages])
+            shard = self._scatter(zeros, shard, [(Block(0, 0, layers, range(len(pages))), pages)])
+        return shard
+
+    def _scatter(self, landed: jax.Array, shard: jax.Array, parts: Sequence[Part]) -> jax.Array:
         for block, pages in parts:
             shard = scatter_pages(
                 shard,
                 landed,
-                _page_ids(pages, self.slot_pages),
+                _page_ids(pages, self._slot_pages),
                 len(pages),
                 first_layer=block.layers.start,
                 layers=block.layers.count,
                 first_run=block.offset // self._run_bytes,
             )
         return shard
-
-
-def _check_place(slot: int, array: jax.Array, address: int) -> None:
-    if array.unsafe_buffer_pointer() != address:
-        raise RuntimeError(f"staging slot {slot} has moved: something holds a view of it")
 
 
 def _end(shard: jax.Array, parts: Sequence[Part]) -> int:
@@ -252,11 +250,3 @@ def _page_ids(pages: list[int], most: int) -> np.ndarray:
     ids = np.zeros(most, np.int32)
     ids[: len(pages)] = pages
     return ids
-
-
-def _alias(words: np.ndarray, device: Device) -> jax.Array:
-    """A JAX array over host memory, without a copy: what a peer writes there later is what JAX reads."""
-    array = jax.device_put(words, device)
-    if array.unsafe_buffer_pointer() != words.ctypes.data:
-        raise TransferError("the staging ring cannot be read in place on this platform")
-    return array

@@ -58,7 +58,12 @@ class Side:
 
     # A transfer backend: of the calls for one side, the other makes none
 
+    device_memory = False
+
     def register(self, region: int, address: int, nbytes: int) -> None:
+        self.regions[region] = address
+
+    def register_device_memory(self, region: int, address: int, nbytes: int, *, writable: bool = False) -> None:
         self.regions[region] = address
 
     def allocate(self, region: int, nbytes: int) -> int:

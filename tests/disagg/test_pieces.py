@@ -25,7 +25,7 @@ def pieces_of(chunk: ChunkNotice, source: Layout, destination: Layout) -> list[P
     whole = plan_of_chunk(SPEC, source, destination, chunk)
     transfers = whole.transfers(Chunk(chunk.first_page, chunk.pages, 50))
     return [
-        PieceNotice(chunk, 50, source, number, t.piece.destination, t.destination_offset, t.nbytes, 9.0 - number, 7)
+        PieceNotice(chunk, 50, source, number, t.piece.destination, t.destination_offset, t.nbytes, 9.0 - number, None)
         for number, t in enumerate(transfers)
     ]
 

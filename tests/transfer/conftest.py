@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.jobs import Job
 
 RING, SMALL = 64 << 20, 1 << 20
-PATHS = {"mapped": "mapped, notices by tcp/", "put": "tcp/"}  # how each mode of ucx describes itself
+PATHS = {"mapped": "mapped, notices by tcp/", "put": "tcp/"}  # how each mode of ucx describes itself; see `peer` on
+# `device`, a third
 _SCRIPT = Path(__file__).with_name("peer.py")
 
 
@@ -25,7 +26,7 @@ def _needs(mode: str, *modules: str) -> object:
 
 MOVING = [*PATHS, "jax", _needs("nixl", "nixl_cu12", "nixl_cu13"), _needs("mooncake", "mooncake")]
 every_backend = pytest.mark.parametrize("mode", [*MOVING, "fake"])
-every_backend_that_moves = pytest.mark.parametrize("mode", MOVING)
+every_backend_that_moves = pytest.mark.parametrize("mode", [*MOVING, "device"])
 both_paths = pytest.mark.parametrize("mode", PATHS)
 
 

@@ -27,11 +27,16 @@ class Memory:
 
     def __init__(self) -> None:
         self.regions: dict[int, tuple[int, int]] = {}
+        self.of_devices: set[int] = set()
         self._kept: list[object] = []
 
     def register(self, region: int, address: int, nbytes: int) -> None:
         assert region not in self.regions
         self.regions[region] = (address, nbytes)
+
+    def register_device_memory(self, region: int, address: int, nbytes: int, *, writable: bool = False) -> None:
+        self.register(region, address, nbytes)
+        self.of_devices.add(region)
 
     def allocate(self, region: int, nbytes: int) -> int:
         block = ctypes.create_string_buffer(nbytes + 4096)
@@ -96,15 +101,15 @@ def send(source: Source, destination: Destination, here: list[int], there: list[
         place = destination.layout.place(spec, transfer.piece.destination)
         assert ring.slot_bytes == place.slot_bytes(spec, SLOT_PAGES)
         there_range = (slot, transfer.destination_offset, transfer.nbytes)
-        sent = staging.checksum(slot, transfer.source_offset, transfer.nbytes)
-        assert ring.checksum(*there_range) != sent
+        algorithm, sent = staging.checksum(slot, transfer.source_offset, transfer.nbytes)
+        assert ring.checksum(algorithm, *there_range) != sent
         base, _ = destination.memory.regions[1 + transfer.piece.destination]
         ctypes.memmove(
             base + slot * ring.slot_bytes + transfer.destination_offset,
             source.memory.regions[staging.region(slot)][0] + transfer.source_offset,
             transfer.nbytes,
         )
-        assert ring.checksum(*there_range) == sent
+        assert ring.checksum(algorithm, *there_range) == sent
 
     def scatter(device, shard: jax.Array) -> jax.Array:
         rank = destination.devices.index(device)
@@ -115,8 +120,8 @@ def send(source: Source, destination: Destination, here: list[int], there: list[
     destination.pool = with_new_shards(destination.pool, scatter)
 
 
-def check(prefill: int, decode: int, dtype: str) -> None:
-    """Two heads: four ranks hold each of them twice."""
+def check(prefill: int, decode: int, dtype: str) -> tuple[Source, Destination]:
+    """Two heads: four ranks hold each of them twice. Returns both sides after it."""
     spec = StateSpec("kv", layers=3, heads=2, head_dim=8, page_size=4, dtype=dtype)
     random = np.random.default_rng(0)
     high = 1 << 8 * spec.word_bytes
@@ -133,6 +138,7 @@ def check(prefill: int, decode: int, dtype: str) -> None:
     np.testing.assert_array_equal(np.array(destination.pool), expected)
     for shard in destination.pool.addressable_shards:  # copies, too
         np.testing.assert_array_equal(np.array(shard.data), expected[shard.index])
+    return source, destination
 
 
 if __name__ == "__main__":

@@ -29,7 +29,11 @@ from pdjax.transfer.backend import (
     WriteFailed,
 )
 from pdjax.transfer.registry import create
+from pdjax.transfer.ucx import backend as ucx_backend
+from pdjax.transfer.ucx import binding
 
+# The host's memory takes the way of a GPU's in the mode `device`.
+UCX = {"mapped": BackendOptions(), "put": BackendOptions(mapped=False), "device": BackendOptions(gpu=0)}
 output = threading.Lock()
 window = threading.Semaphore(0)  # released by each write that ends well
 quiet = False
@@ -105,12 +109,22 @@ def series(command: dict[str, Any]) -> float:
 
 size = int(sys.argv[1])
 mode = sys.argv[2]
-backend = create({"mapped": "ucx", "put": "ucx"}.get(mode, mode), on_event, BackendOptions(mapped=mode == "mapped"))
-address = backend.allocate(1, size)
-memory: Any = (ctypes.c_uint8 * size).from_address(address)
-ring = np.frombuffer(memory, np.uint8)
+if mode == "device":
+    ucx_backend.has_cuda = lambda _: True
+    ucx_backend.cuda.make_current = lambda _: None
+    binding.HOST_MEMORY = -1
+backend = create("ucx" if mode in UCX else mode, on_event, UCX.get(mode, BackendOptions()))
 source = np.zeros(size, np.uint8)
-backend.register(2, source.ctypes.data, size)
+if mode == "device":
+    ring = np.zeros(size, np.uint8)
+    address = ring.ctypes.data
+    backend.register_device_memory(1, address, size, writable=True)
+    backend.register_device_memory(2, source.ctypes.data, size)
+else:
+    address = backend.allocate(1, size)
+    memory: Any = (ctypes.c_uint8 * size).from_address(address)
+    ring = np.frombuffer(memory, np.uint8)
+    backend.register(2, source.ctypes.data, size)
 held: int | None = None
 holding: AbstractContextManager[int | None] = nullcontext()
 say(pid=os.getpid())

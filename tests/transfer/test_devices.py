@@ -57,7 +57,7 @@ def test_a_wrong_device_is_refused_with_the_right_ones() -> None:
 
 
 def test_only_transports_of_the_chosen_devices_are_used() -> None:
-    assert devices.transports(MACHINE, []) == "posix,tcp,rc_mlx5,dc_mlx5"
-    assert devices.transports(MACHINE, ["eth0"]) == "posix,tcp"
-    assert devices.transports(MACHINE, ["mlx5_1:1"]) == "posix,rc_mlx5"
-    assert devices.has_gpu([*MACHINE, Resource("cuda_copy", "cuda")]) and not devices.has_gpu(MACHINE)
+    assert devices.transports(MACHINE, [], gpu=False) == "posix,tcp,rc_mlx5,dc_mlx5"
+    assert devices.transports(MACHINE, ["eth0"], gpu=False) == "posix,tcp"
+    assert devices.transports(MACHINE, ["mlx5_1:1"], gpu=False) == "posix,rc_mlx5"
+    assert devices.has_cuda([*MACHINE, Resource("cuda_copy", "cuda")]) and not devices.has_cuda(MACHINE)

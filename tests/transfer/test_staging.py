@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -13,17 +14,26 @@ import jax
 import numpy as np
 import pytest
 
+from pdjax.transfer.slot_memory import SlotMemory
 from pdjax.transfer.staging import LandingRing, Slots
 from tests.transfer import moved_chunks
 
 PAIRS = ["12", "21", "24", "42", "41", "14", "22"]  # devices of the prefill and of the decode side
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize(
+    "memories", itertools.product(SlotMemory, SlotMemory), ids=lambda pair: "-".join(m.name for m in pair)
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_pages_arrive_bit_for_bit_and_others_are_untouched(dtype: str, in_place: bool) -> None:
-    with mock.patch("pdjax.transfer.staging.shares_memory", lambda _: in_place):
-        moved_chunks.check(1, 1, dtype)
+def test_pages_arrive_bit_for_bit_and_others_are_untouched(dtype: str, memories: tuple[SlotMemory, SlotMemory]) -> None:
+    """Wherever either side's slots are."""
+    sides = list(memories)
+    with mock.patch("pdjax.transfer.staging.memory_of", lambda *_: sides.pop(0)):
+        source, destination = moved_chunks.check(1, 1, dtype)
+    for side, memory in zip((source, destination), memories, strict=True):
+        assert bool(side.memory.of_devices) == (memory is SlotMemory.DIRECT)
+    for staging in (*source.staging, *destination.rings):
+        staging.check_integrity()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -48,6 +58,6 @@ def test_ranges_that_a_peer_makes_up_are_no_memory() -> None:
     shard = jax.device_put(np.zeros((1, 3, 1, 2, 4, 8), np.float32), jax.devices()[0])
     memory: Any = moved_chunks.Memory()
     ring = LandingRing(shard, slots=2, slot_pages=1, backend=memory, region=1)
-    assert ring.checksum(1, 0, ring.slot_bytes) is not None
-    for made_up in [(2, 0, 8), (-1, 0, 8), (0, 8, ring.slot_bytes), (0, -8, 16), (0, 0, 0)]:
-        assert ring.checksum(*made_up) is None
+    assert ring.checksum("xxh3", 1, 0, ring.slot_bytes) is not None
+    for made_up in [(2, 0, 8), (-1, 0, 8), (0, 8, ring.slot_bytes), (0, -8, 16), (0, 0, 0), (0, 2, 4), (0, 0, 5)]:
+        assert ring.checksum("xxh3", *made_up) is None

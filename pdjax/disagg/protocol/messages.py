@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from typing import Literal
 
 import msgspec
 
@@ -15,7 +16,7 @@ from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.topology import Rank, incomplete
 from pdjax.transfer.layout import Layout, LayoutError, plan
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 LAYOUT_VERSION = 1  # of a staging slot: [head, page, layer, K|V, slot in page, head_dim]
 EARLY, PREFILL_COMPLETE = "early", "prefill_complete"
 CHECK = "check"  # the role of who only wants to see a prefill instance's registration
@@ -145,6 +146,10 @@ class ChunkNotice(msgspec.Struct, frozen=True):
     destination_dp_rank: int = 0
 
 
+# Of a piece's bytes where its sender has them: how it was made, and 64 bits. See `pdjax.transfer.checksum`.
+Checksum = tuple[Literal["xxh3", "mixed_sum"], int]
+
+
 class PieceNotice(msgspec.Struct, frozen=True, tag_field="type", tag="piece"):
     """Comes with the bytes of one piece of a chunk: what one rank of the prefill side holds for one of the decode side.
 
@@ -159,7 +164,7 @@ class PieceNotice(msgspec.Struct, frozen=True, tag_field="type", tag="piece"):
     offset: int  # bytes, in that rank's slot
     nbytes: int
     posted_at: float  # seconds since the epoch by the sender's clock
-    checksum: int | None  # XXH3-64 of the bytes, taken in the sender's staging slot
+    checksum: Checksum | None
 
 
 class PathNotice(msgspec.Struct, frozen=True, tag_field="type", tag="path"):

@@ -58,6 +58,8 @@ class CourierBackend:
         TransferError: the mover cannot start, or nothing can listen at `host`.
     """
 
+    device_memory = False
+
     def __init__(self, on_event: EventSink, make_mover: Callable[[], Mover], *, host: str = "127.0.0.1") -> None:
         self._on_event = on_event
         self._host = host
@@ -92,6 +94,10 @@ class CourierBackend:
     def register(self, region: int, address: int, nbytes: int) -> None:
         """Make memory a source of writes. Raises `TransferError`."""
         self._commands.call(lambda: self._register(region, address, nbytes))
+
+    def register_device_memory(self, region: int, address: int, nbytes: int, *, writable: bool = False) -> None:
+        """See `TransferBackend`."""
+        raise TransferError(f"{self.name} moves the host's memory only")
 
     def allocate(self, region: int, nbytes: int) -> int:
         """Allocate zeroed memory that peers may write into. Returns its address. Raises `TransferError`."""

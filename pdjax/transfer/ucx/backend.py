@@ -13,12 +13,13 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from pdjax.transfer import cuda
 from pdjax.transfer.backend import BackendOptions, Drained, EventSink, Notice, TransferError, Write, WriteFailed
 from pdjax.transfer.checks import check_region
 from pdjax.transfer.commands import SET_UP_BOUND, Commands
 from pdjax.transfer.ucx import binding, description
 from pdjax.transfer.ucx.description import Description, Region
-from pdjax.transfer.ucx.devices import choose, has_gpu, networks, seen, transports
+from pdjax.transfer.ucx.devices import choose, has_cuda, networks, seen, transports
 from pdjax.transfer.ucx.paths import Paths
 from pdjax.transfer.ucx.worker import Memory, UcxWorker, library_path
 
@@ -69,7 +70,7 @@ class UcxBackend:
         self._ucp = binding.load(library_path(library))
         self._commands = Commands("UCX")
         self._memory: dict[int, Memory] = {}  # by region
-        self._allocated: set[int] = set()
+        self._writable: set[int] = set()
         self._drains: list[_Drain] = []
         self._errors: deque[tuple[int, str]] = deque()  # endpoints that UCX has given up, and why
         self._closing = False
@@ -78,9 +79,10 @@ class UcxBackend:
         started: Future[None] = Future()
         there = seen(self._ucp)
         devices = choose(options.devices, there)
-        kinds = options.transports or transports(there, devices)
-        self.summary = _summary(self._ucp, kinds, devices or list(networks(there)), has_gpu(there))
-        arguments = (kinds, devices, options.mapped, started)
+        self.device_memory = options.gpu is not None and has_cuda(there)
+        kinds = options.transports or transports(there, devices, gpu=self.device_memory)
+        self.summary = _summary(self._ucp, kinds, devices or list(networks(there)), self.device_memory)
+        arguments = (kinds, devices, options, started)
         self._thread = threading.Thread(target=self._run, args=arguments, name="pdjax-ucx", daemon=True)
         self._thread.start()
         started.result(SET_UP_BOUND)
@@ -88,6 +90,10 @@ class UcxBackend:
     def register(self, region: int, address: int, nbytes: int) -> None:
         """Make memory a source of writes. Raises `TransferError`."""
         self._commands.call(lambda: self._register(region, address, nbytes))
+
+    def register_device_memory(self, region: int, address: int, nbytes: int, *, writable: bool = False) -> None:
+        """Make a GPU's memory a source of writes, and what peers may write into. Raises `TransferError`."""
+        self._commands.call(lambda: self._register_device_memory(region, address, nbytes, writable))
 
     def allocate(self, region: int, nbytes: int) -> int:
         """Allocate zeroed memory that peers may write into. Returns its address. Raises `TransferError`."""
@@ -129,8 +135,10 @@ class UcxBackend:
 
     # Everything below runs on the thread
 
-    def _run(self, transports: str, devices: list[str], allow_mapped: bool, started: Future[None]) -> None:
+    def _run(self, transports: str, devices: list[str], options: BackendOptions, started: Future[None]) -> None:
         try:
+            if self.device_memory and options.gpu is not None:
+                cuda.make_current(options.gpu)
             self._worker = UcxWorker(
                 self._ucp,
                 transports=transports,
@@ -138,7 +146,7 @@ class UcxBackend:
                 on_notice=lambda payload: self._on_event(Notice(payload)),
                 on_error=lambda endpoint, cause: self._errors.append((endpoint, cause)),
             )
-            self._paths = Paths(self._worker, self._memory, self._on_event, allow_mapped=allow_mapped)
+            self._paths = Paths(self._worker, self._memory, self._on_event, allow_mapped=options.mapped)
         except BaseException as error:  # noqa: BLE001 - it is raised to whoever made the backend
             started.set_exception(error)
             return
@@ -190,6 +198,15 @@ class UcxBackend:
         check_region(region, nbytes, region in self._memory)
         self._memory[region] = self._worker.register(address, nbytes)
 
+    def _register_device_memory(self, region: int, address: int, nbytes: int, writable: bool) -> None:
+        if not self.device_memory:
+            raise TransferError("this UCX, as it was started, moves the host's memory only")
+        self._register(region, address, nbytes)
+        if not self._memory[region].on_device:
+            raise TransferError(f"UCX takes the GPU's memory at {address:#x} for the host's")
+        if writable:
+            self._writable.add(region)
+
     def _allocate(self, region: int, nbytes: int) -> int:
         check_region(region, nbytes, region in self._memory)
         memory = self._worker.allocate(nbytes)
@@ -198,14 +215,15 @@ class UcxBackend:
             raise TransferError(f"UCX allocated memory at {memory.address:#x}, which is not aligned to a memory page")
         ctypes.memset(memory.address, 0, nbytes)
         self._memory[region] = memory
-        self._allocated.add(region)
+        self._writable.add(region)
         return memory.address
 
     def _describe(self) -> bytes:
         regions = []
-        for region in sorted(self._allocated):
+        for region in sorted(self._writable):
             memory = self._memory[region]
-            regions.append(Region(region, memory.address, memory.nbytes, self._worker.key(memory)))
+            key = self._worker.key(memory)
+            regions.append(Region(region, memory.address, memory.nbytes, key, memory.on_device))
         whole = Description(
             version=description.VERSION,
             ucx=self._ucp.version(),

@@ -96,6 +96,7 @@ EP_FIELDS = 1 << 0 | 1 << 1 | 1 << 2  # address, err_mode, err_handler
 ERROR_MODE_PEER = 1
 EP_ATTR_TRANSPORTS = 1 << 3
 MEM_ADDRESS, MEM_LENGTH, MEM_FLAGS, MEM_ALLOCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 1
+MEM_TYPE, HOST_MEMORY = 1 << 2, 0  # of what is asked of memory
 PARAM_FLAGS, PARAM_MEMORY = 1 << 4, 1 << 8
 AM_FIELDS = 1 << 0 | 1 << 2  # id, callback
 AM_COPY_HEADER = 1 << 3

@@ -10,7 +10,7 @@ import msgspec
 from pdjax.transfer.backend import TransferError
 from pdjax.transfer.checks import seal, unseal
 
-VERSION = 1
+VERSION = 2
 _MAX_REGIONS = 64
 _MAX_BLOB = 4096
 _MIN_KEY = 9  # bytes; UCX reads as many of a key without a look at its length
@@ -30,12 +30,13 @@ class Process(msgspec.Struct, frozen=True):
 
 
 class Region(msgspec.Struct, frozen=True):
-    """Memory that peers may write into: its address in its owner, bytes, and UCX's key to it."""
+    """Memory that peers may write into: its address in its owner, bytes, UCX's key to it, and whether it is a GPU's."""
 
     id: int
     base: int
     nbytes: int
     rkey: bytes
+    on_device: bool = False
 
 
 class Description(msgspec.Struct, frozen=True):

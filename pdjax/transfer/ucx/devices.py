@@ -17,7 +17,7 @@ _RESOURCE = re.compile(r"resource \d+ .*-- (\S+)/(\S+)")
 # usually forbidden too, which UCX finds out with the first bytes.
 _SHARED_MEMORY = "posix"
 _NETWORKS = re.compile(r"(tcp|rc_\w+|dc_\w+|ud_\w+|srd|efa|gga_\w+)")
-_GPU = re.compile(r"(cuda|rocm|ze)_\w+")
+_CUDA = re.compile(r"cuda_\w+|gdr_copy")
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,9 @@ def networks(resources: list[Resource]) -> dict[str, list[str]]:
     return found
 
 
-def has_gpu(resources: list[Resource]) -> bool:
-    """Whether this UCX can move a GPU's memory."""
-    return any(_GPU.fullmatch(resource.transport) for resource in resources)
+def has_cuda(resources: list[Resource]) -> bool:
+    """Whether this UCX can move an NVIDIA GPU's memory."""
+    return any(_CUDA.fullmatch(resource.transport) for resource in resources)
 
 
 def choose(wanted: tuple[str, ...], resources: list[Resource]) -> list[str]:
@@ -85,15 +85,15 @@ def check(wanted: tuple[str, ...]) -> None:
         choose(wanted, seen(binding.load(library_path(None))))
 
 
-def transports(resources: list[Resource], devices: list[str]) -> str:
-    """What to use of it: shared memory on one host, and every network transport of the devices, or of all."""
+def transports(resources: list[Resource], devices: list[str], *, gpu: bool) -> str:
+    """What to use of it: shared memory on one host, every network transport of the devices, or of all, and those of
+    GPUs if their memory is to be moved."""
     kinds = [
         kind for device, kinds in networks(resources).items() if not devices or device in devices for kind in kinds
     ]
     there = {resource.transport for resource in resources}
-    gpu = sorted(kind for kind in there if _GPU.fullmatch(kind))
     shared = [_SHARED_MEMORY] if _SHARED_MEMORY in there else []
-    return ",".join([*shared, *dict.fromkeys(kinds), *gpu])
+    return ",".join([*shared, *dict.fromkeys(kinds), *sorted(kind for kind in there if gpu and _CUDA.fullmatch(kind))])
 
 
 def _described(ucp: Ucp, context: int) -> str:

@@ -33,7 +33,7 @@ class Target:
 
 @dataclass
 class OpenWrite:
-    """A write under way: first its bytes, then (not when mapped) a flush, then the notice."""
+    """A write under way: first its bytes, then (unless they were copied) a flush, then the notice."""
 
     write: Write
     source: Memory
@@ -42,6 +42,11 @@ class OpenWrite:
     flushing: bool = False
     notified: bool = False
     requests: list[int] = field(default_factory=list)
+
+    @property
+    def copied(self) -> bool:
+        """Whether the bytes are copied by this process, from one part of its memory to another."""
+        return self.target.mapped is not None and not self.source.on_device
 
 
 @dataclass
@@ -83,7 +88,7 @@ def reach(worker: UcxWorker, name: str, description: Description, *, allow_mappe
     try:
         for region in description.regions:
             rkey = worker.unpack(endpoint, region.rkey)
-            mapped = worker.pointer(rkey, region.base) if neighbour else None
+            mapped = worker.pointer(rkey, region.base) if neighbour and not region.on_device else None
             if mapped is not None and not is_mapped(mapped, region.nbytes):
                 mapped = None
             targets[region.id] = Target(region.base, region.nbytes, rkey, mapped)
@@ -110,7 +115,7 @@ def advance(worker: UcxWorker, peer: Peer, item: OpenWrite) -> bool:
             _move_piece(worker, peer, item)
         if item.started < item.write.nbytes:
             return False
-    if item.target.mapped is None and item.write.nbytes and not item.flushing:
+    if not item.copied and item.write.nbytes and not item.flushing:
         # A put that has completed proves nothing about the other side; a flush does.
         _track(worker, item, worker.flush(peer.endpoint))
         item.flushing = True
@@ -125,8 +130,9 @@ def _move_piece(worker: UcxWorker, peer: Peer, item: OpenWrite) -> None:
     write, target = item.write, item.target
     size = min(_PIECE, write.nbytes - item.started)
     here, there = write.offset + item.started, write.peer_offset + item.started
-    if target.mapped is not None:
+    if item.copied:
         # A plain copy by address releases the interpreter lock, and leaves no view behind that could outlive the map.
+        assert target.mapped is not None
         ctypes.memmove(target.mapped + there, item.source.address + here, size)
     else:
         _track(worker, item, worker.put(peer.endpoint, item.source, here, size, target.base + there, target.rkey))

@@ -24,11 +24,12 @@ _CONFIGURATION = {
 
 @dataclass(frozen=True)
 class Memory:
-    """Memory that UCX knows: its handle, address and bytes."""
+    """Memory that UCX knows: its handle, address and bytes, and whether it is a GPU's."""
 
     handle: int
     address: int
     nbytes: int
+    on_device: bool = False
 
 
 class UcxWorker:
@@ -84,7 +85,11 @@ class UcxWorker:
         parameters = ffi.new("ucp_mem_map_params_t *")
         parameters.field_mask = binding.MEM_ADDRESS | binding.MEM_LENGTH
         parameters.address, parameters.length = ffi.cast("void *", address), nbytes
-        return Memory(self._map(parameters, f"register {nbytes} bytes at {address:#x}"), address, nbytes)
+        handle = self._map(parameters, f"register {nbytes} bytes at {address:#x}")
+        attributes = ffi.new("ucp_mem_attr_t *")
+        attributes.field_mask = binding.MEM_TYPE
+        self._ucp.check(self._lib.ucp_mem_query(handle, attributes), "say what kind of memory it has")
+        return Memory(handle, address, nbytes, on_device=attributes.memory_type != binding.HOST_MEMORY)
 
     def allocate(self, nbytes: int) -> Memory:
         """Let UCX allocate memory, shared if it can."""

@@ -1,5 +1,4 @@
-"""Devices whose memory the network does not reach, as GPUs are: what is sent and what lands is copied through the
-host's."""
+"""Devices with memory of their own, as GPUs are: the network reads and writes it, or copies of it in the host's."""
 
 from __future__ import annotations
 
@@ -9,6 +8,9 @@ import numpy as np
 import pytest
 from small_engine import PAGE, SmallEngine
 
+from pdjax.transfer.slot_memory import SlotMemory
+
+COPIED, DIRECT, SHARED = SlotMemory.COPIED, SlotMemory.DIRECT, SlotMemory.SHARED
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 8 * PAGE - 1, 8 * PAGE + 1, 90]
 
 
@@ -16,14 +18,10 @@ def text(seed: int, tokens: int) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, tokens).tolist()
 
 
-@pytest.mark.parametrize("apart", [("prefill",), ("decode",), ("prefill", "decode")])
-def test_a_pair_answers_the_same_whichever_side_has_memory_of_its_own(models, apart: tuple[str, ...]) -> None:
-    def shares_memory(device: object) -> bool:
-        side = "prefill" if sides.pop(0) else "decode"
-        return side not in apart
-
-    sides = [True, False]  # in the order that a pair is made
-    with mock.patch("pdjax.transfer.staging.shares_memory", shares_memory):
+@pytest.mark.parametrize("memories", [(COPIED, SHARED), (SHARED, COPIED), (DIRECT, COPIED), (DIRECT, DIRECT)])
+def test_a_pair_answers_the_same_wherever_its_slots_are(models, memories: tuple[SlotMemory, SlotMemory]) -> None:
+    sides = list(memories)  # in the order that a pair is made
+    with mock.patch("pdjax.transfer.staging.memory_of", lambda *_: sides.pop(0)):
         pair = models.pair()
     small = SmallEngine(models.prefill)
     for side in (pair, small):
