@@ -19,6 +19,9 @@ _MPI_ENVIRONMENT = {
     "UCX_TLS": "tcp,self",
     "UCX_LOG_LEVEL": "error",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
+    # JAX has a GPU's memory before any UCX context could take note of it, and what such a note lacks UCX takes for the
+    # host's memory. Without notes it asks the driver.
+    "UCX_MEMTYPE_CACHE": "n",
     # Bounds a join whose other side has died halfway; the default is 180.
     "MPIR_CVAR_CH4_COMM_CONNECT_TIMEOUT": "10",
 }

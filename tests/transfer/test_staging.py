@@ -22,7 +22,7 @@ PAIRS = ["12", "21", "24", "42", "41", "14", "22"]  # devices of the prefill and
 
 
 @pytest.mark.parametrize(
-    "memories", itertools.product(SlotMemory, SlotMemory), ids=lambda pair: "-".join(m.name for m in pair)
+    "memories", list(itertools.product(SlotMemory, SlotMemory)), ids=lambda pair: "-".join(m.name for m in pair)
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_pages_arrive_bit_for_bit_and_others_are_untouched(dtype: str, memories: tuple[SlotMemory, SlotMemory]) -> None:

@@ -203,7 +203,9 @@ class UcxBackend:
             raise TransferError("this UCX, as it was started, moves the host's memory only")
         self._register(region, address, nbytes)
         if not self._memory[region].on_device:
-            raise TransferError(f"UCX takes the GPU's memory at {address:#x} for the host's")
+            raise TransferError(
+                f"UCX takes the GPU's memory at {address:#x} for the host's (is UCX_MEMTYPE_CACHE=n in the environment?)"
+            )
         if writable:
             self._writable.add(region)
 
