@@ -12,10 +12,10 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from tests.jobs import Job
+from tests.transfer import emulated_gpu
 
 RING, SMALL = 64 << 20, 1 << 20
-PATHS = {"mapped": "mapped, notices by tcp/", "put": "tcp/"}  # how each mode of ucx describes itself; see `peer` on
-# `device`, a third
+PATHS = {"mapped": "mapped, notices by tcp/", "put": "tcp/"}  # how each mode of ucx describes itself
 _SCRIPT = Path(__file__).with_name("peer.py")
 
 
@@ -26,7 +26,8 @@ def _needs(mode: str, *modules: str) -> object:
 
 MOVING = [*PATHS, "jax", _needs("nixl", "nixl_cu12", "nixl_cu13"), _needs("mooncake", "mooncake")]
 every_backend = pytest.mark.parametrize("mode", [*MOVING, "fake"])
-every_backend_that_moves = pytest.mark.parametrize("mode", [*MOVING, "device"])
+needs_emulated_gpu = pytest.mark.skipif(not emulated_gpu.IS_POSSIBLE, reason="there is no libucx or no C compiler")
+every_backend_that_moves = pytest.mark.parametrize("mode", [*MOVING, pytest.param("cuda", marks=needs_emulated_gpu)])
 both_paths = pytest.mark.parametrize("mode", PATHS)
 
 
@@ -35,13 +36,22 @@ def connect(source: Job, target: Job, name: str = "target") -> str:
     return source.ask("connect", peer=name, description=target.ask("describe")["description"])["path"]
 
 
+@pytest.fixture(scope="session", name="emulated_gpu")
+def emulated_gpu_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where an emulated GPU's driver is."""
+    folder = tmp_path_factory.mktemp("gpu")
+    emulated_gpu.build(folder)
+    return folder
+
+
 @pytest.fixture
-def start() -> Iterator[Callable[..., Job]]:
+def start(request: pytest.FixtureRequest) -> Iterator[Callable[..., Job]]:
     """Starts a peer whose ring and source have `RING` bytes; all end with the test."""
     jobs: list[Job] = []
 
     def start_one(mode: str = "mapped", size: int = RING) -> Job:
-        return Job(_SCRIPT, str(size), mode, started=jobs.append)
+        more = [str(request.getfixturevalue("emulated_gpu"))] if mode == "cuda" else []
+        return Job(_SCRIPT, str(size), mode, *more, started=jobs.append)
 
     yield start_one
     for job in jobs:

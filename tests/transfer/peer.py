@@ -1,4 +1,7 @@
-"""A process with a transfer backend, for tests: see `tests.jobs`. Regions: 1 is a ring for peers, 2 is a source."""
+"""A process with a transfer backend, for tests: see `tests.jobs`. Regions: 1 is a ring for peers, 2 is a source.
+
+Arguments: their size, the mode, and for the mode cuda, in which both are a GPU's memory, the emulated GPU's folder.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,9 @@ from pdjax.transfer.backend import (
     WriteFailed,
 )
 from pdjax.transfer.registry import create
-from pdjax.transfer.ucx import backend as ucx_backend
-from pdjax.transfer.ucx import binding
+from tests.transfer import emulated_gpu
 
-# The host's memory takes the way of a GPU's in the mode `device`.
-UCX = {"mapped": BackendOptions(), "put": BackendOptions(mapped=False), "device": BackendOptions(gpu=0)}
+UCX = {"mapped": BackendOptions(), "put": BackendOptions(mapped=False), "cuda": BackendOptions(gpu=0)}
 output = threading.Lock()
 window = threading.Semaphore(0)  # released by each write that ends well
 quiet = False
@@ -109,15 +110,15 @@ def series(command: dict[str, Any]) -> float:
 
 size = int(sys.argv[1])
 mode = sys.argv[2]
-if mode == "device":
-    ucx_backend.has_cuda = lambda _: True
-    ucx_backend.cuda.make_current = lambda _: None
-    binding.HOST_MEMORY = -1
+gpu, library = emulated_gpu.load(Path(sys.argv[3])) if mode == "cuda" else (None, None)
+mpi.load(library)
 backend = create("ucx" if mode in UCX else mode, on_event, UCX.get(mode, BackendOptions()))
 source = np.zeros(size, np.uint8)
-if mode == "device":
+if gpu is not None:
     ring = np.zeros(size, np.uint8)
     address = ring.ctypes.data
+    for array in (ring, source):
+        gpu.emulated_gpu_has(array.ctypes.data, size)
     backend.register_device_memory(1, address, size, writable=True)
     backend.register_device_memory(2, source.ctypes.data, size)
 else:

@@ -204,7 +204,7 @@ class UcxBackend:
         self._register(region, address, nbytes)
         if not self._memory[region].on_device:
             raise TransferError(
-                f"UCX takes the GPU's memory at {address:#x} for the host's (is UCX_MEMTYPE_CACHE=n in the environment?)"
+                f"UCX takes the GPU's memory at {address:#x} for the host's (is UCX_MEMTYPE_CACHE=n set?)"
             )
         if writable:
             self._writable.add(region)
