@@ -21,6 +21,9 @@ MAX_BODY = 64 << 20  # bytes; a batch of prompts of millions of tokens fits
 KEEP_ALIVE_SECONDS = 75  # routers keep idle connections for 50 s; the server must not be the first to close
 DRAIN_SECONDS = 3  # for open requests, once told to stop
 DONE = b"data: [DONE]\n\n"
+RESUMABLE = b"x-pdjax-resumable"  # the header by which a router asks for the two kinds of blocks below
+OPENING = b": pdjax opening "  # then JSON: what a stream needs to go on at another instance
+TOLD = b": pdjax told "  # then JSON: the tokens that all blocks before it tell of
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 T = TypeVar("T")

@@ -105,7 +105,7 @@ class Ready(msgspec.Struct, frozen=True, tag_field="type", tag="ready"):
     info: dict[str, Any]
 
 
-class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens"):
+class Tokens(msgspec.Struct, frozen=True, tag_field="type", tag="tokens", omit_defaults=True):
     """Leader to frontend: new tokens of a request, in order. `finish_reason` (stop, length) comes with the last.
 
     `matched` is the stop token that ended the request, which is part of `token_ids`. `timeline` comes with the first

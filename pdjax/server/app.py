@@ -191,9 +191,8 @@ async def _health_generate(service: Service, _: Request) -> Response:
     alone = Bootstrap(wire.NO_PARTNER, room=0)
     jobs = make_jobs(service.instance, [Ask([0], new_rid("health"), greedy)], bootstrap=alone, default_max=1)
     try:
-        with service.run(jobs) as run:
-            async with asyncio.timeout(GENERATION_CHECK_SECONDS):
-                await run.finish()
+        async with asyncio.timeout(GENERATION_CHECK_SECONDS):
+            await service.run(jobs).finish()
     except TimeoutError as error:
         raise HttpError(503, f"the engine made no token within {GENERATION_CHECK_SECONDS:g} s") from error
     return Response("OK", media_type="text/plain")

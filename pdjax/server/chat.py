@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from pdjax.server.chat_request import NEUTRAL, ChatRequest, conversation_text
 from pdjax.server.jobs import Ask, Job, make_jobs, new_rid
 from pdjax.server.logprobs import chat_logprobs
 from pdjax.server.openai_fields import check_common, finish_reason, meta_info, running_usage, usage
-from pdjax.server.output import Output, Top
+from pdjax.server.output import Delta, Output, Top
 from pdjax.server.parse import read
 from pdjax.server.run import Run
 from pdjax.server.service import Service
+from pdjax.server.streaming import Opening, check_resume, send_stream
 from pdjax.server.structured import response_grammar
 from pdjax.server.tool_choice import ToolUse, tool_use
 from pdjax.server.tools import ToolCall, ToolCallFinder, parse
@@ -35,12 +35,15 @@ async def chat(service: Service, exchange: Exchange, body: bytes) -> None:
     use = tool_use(request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False)
     rid = request.rid or new_rid("chatcmpl")
     jobs = await _jobs(service, request, use, rid)
-    answer = _Answer(service, request, use, rid)
-    with service.run(jobs) as run:
-        if request.stream and service.leader.role != "prefill":
-            await answer.stream(exchange, run)
-        else:
-            await exchange.answer(200, encode_json(answer.whole(await run.finish())))
+    vocabulary = service.instance.vocabulary_size
+    check_resume(request.pdjax_resume, samples=len(jobs), vocabulary=vocabulary, stream=request.stream)
+    opening = Opening.of(rid, request.pdjax_resume, id=rid)
+    run = service.run(jobs)
+    answer = _Answer(service, request, use, opening, run)
+    if request.stream and service.leader.role != "prefill":
+        await send_stream(exchange, run, opening, request.pdjax_resume, say=answer.say, close=answer.close)
+    else:
+        await exchange.answer(200, encode_json(answer.whole(await run.finish(request.pdjax_resume))))
 
 
 async def _jobs(service: Service, request: ChatRequest, use: ToolUse, rid: str) -> list[Job]:
@@ -82,15 +85,18 @@ async def _jobs(service: Service, request: ChatRequest, use: ToolUse, rid: str) 
 class _Answer:
     """The two forms of an answer."""
 
-    def __init__(self, service: Service, request: ChatRequest, use: ToolUse, rid: str) -> None:
+    def __init__(self, service: Service, request: ChatRequest, use: ToolUse, opening: Opening, run: Run) -> None:
         self._vocabulary = service.vocabulary
         self._wants_logprobs = bool(request.logprobs)
         self._wants_usage = request.wants_usage
         self._wants_running_usage = request.wants_running_usage
         self._use = use
+        self._run = run
+        self._finders: dict[int, ToolCallFinder] = {}
+        self._begun: set[int] = set()
         self._head: dict[str, Any] = {
-            "id": rid,
-            "created": int(time.time()),
+            "id": opening.id,
+            "created": int(opening.began),
             "model": service.model_name,
         }
 
@@ -119,39 +125,39 @@ class _Answer:
             "matched_stop": (output.finish or {}).get("matched"),
         }
 
-    async def stream(self, exchange: Exchange, run: Run) -> None:
-        """The answer as it comes: first the role, which also tells of the first token."""
-        finders: dict[int, ToolCallFinder] = {}
-        begun: set[int] = set()
-        while not run.done:
-            delta = await run.next()
-            if not exchange.status:
-                await exchange.begin(200)
-            output = delta.output
-            if output.index not in begun:
-                begun.add(output.index)
-                if self._use.tools:
-                    forced = self._use.grammar is not None
-                    finders[output.index] = ToolCallFinder(self._use.names, forced=forced)
-                await exchange.write(self._event(output, {"role": "assistant", "content": ""}))
-            finder, text, calls = finders.get(output.index), delta.text, []
-            if finder is not None:
-                text = finder.add(text)
-                if output.finish is not None:
-                    rest, calls = finder.finish()
-                    text += rest
-            logprobs = self._logprobs(delta.token_ids, delta.logprobs, delta.top_logprobs)
-            if text or (logprobs and delta.token_ids):
-                await exchange.write(self._event(output, {"content": text}, logprobs))
-            if calls:
-                deltas = [{"index": i} | call.as_openai() for i, call in enumerate(calls)]
-                await exchange.write(self._event(output, {"tool_calls": deltas}))
+    def say(self, delta: Delta) -> bytes:
+        """Events of what has come: first the role, which also tells of the first token."""
+        output, frame = delta.output, delta.frame
+        events: list[bytes] = []
+        if output.index not in self._begun:
+            self._begun.add(output.index)
+            if self._use.tools:
+                forced = self._use.grammar is not None
+                self._finders[output.index] = ToolCallFinder(self._use.names, forced=forced)
+            events.append(self._event(output, {"role": "assistant", "content": ""}))
+        finder, text, calls = self._finders.get(output.index), delta.text, []
+        if finder is not None:
+            text = finder.add(text)
             if output.finish is not None:
-                await exchange.write(self._end(output, calls))
-        if self._wants_usage:
-            last = {"choices": [], "usage": usage(run.outputs), "meta_info": meta_info(run.outputs)}
-            await exchange.write(event(self._head | {"object": "chat.completion.chunk"} | last))
-        await exchange.end(DONE)
+                rest, calls = finder.finish()
+                text += rest
+        logprobs = self._logprobs(frame.token_ids, frame.logprobs, frame.top_logprobs)
+        if text or (logprobs and frame.token_ids):
+            events.append(self._event(output, {"content": text}, logprobs))
+        if calls:
+            deltas = [{"index": i} | call.as_openai() for i, call in enumerate(calls)]
+            events.append(self._event(output, {"tool_calls": deltas}))
+        if output.finish is not None:
+            events.append(self._end(output, calls))
+        return b"".join(events)
+
+    def close(self) -> bytes:
+        """The end of a stream."""
+        if not self._wants_usage:
+            return DONE
+        outputs = self._run.outputs
+        last = {"choices": [], "usage": usage(outputs), "meta_info": meta_info(outputs)}
+        return event(self._head | {"object": "chat.completion.chunk"} | last) + DONE
 
     def _event(
         self, output: Output, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **end: Any

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 from pdjax.server.jobs import MAX_TOP_LOGPROBS, Ask, Job, make_jobs, new_rid
 from pdjax.server.logprobs import CompletionLogprobs
 from pdjax.server.native import token_prompts
 from pdjax.server.openai_fields import CommonFields, check_common, finish_reason, meta_info, running_usage, usage
-from pdjax.server.output import Output, Top
+from pdjax.server.output import Delta, Output, Top
 from pdjax.server.parse import read
 from pdjax.server.ranges import AtLeastZero, Samples, TopCount
 from pdjax.server.run import Run
 from pdjax.server.service import Service
+from pdjax.server.streaming import Opening, check_resume, send_stream
 from pdjax.server.structured import response_grammar
 from pdjax.web import DONE, Exchange, HttpError, encode_json, event
 
@@ -45,23 +45,33 @@ async def completions(service: Service, exchange: Exchange, body: bytes) -> None
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise HttpError(400, f"best_of: only the same as n ({request.n or 1}) is supported, not {request.best_of}")
     service.check_model(request.model)
-    jobs, echoes = await _jobs(service, request)
-    answer = _Answer(service, request, [echoes[job.prompt] for job in jobs])
-    with service.run(jobs) as run:
-        if request.stream and service.leader.role != "prefill":
-            await answer.stream(exchange, run)
-        else:
-            await exchange.answer(200, encode_json(answer.whole(await run.finish())))
-
-
-async def _jobs(service: Service, request: CompletionRequest) -> tuple[list[Job], list[str]]:
-    """The jobs, and the text that the answers to each prompt start with."""
     prompts = await _prompts(service, request.prompt)
-    rids = request.rid if isinstance(request.rid, list) else [f"{request.rid or new_rid('cmpl')}"]
-    if len(rids) == 1 and len(prompts) > 1:
-        rids = [f"{rids[0]}_{i}" for i in range(len(prompts))]
-    if len(rids) != len(prompts):
-        raise HttpError(400, f"rid: a list of {len(rids)} for {len(prompts)} prompts; give one each")
+    rids = _rids(request.rid, len(prompts))
+    jobs, echoes = _jobs(service, request, prompts, rids)
+    vocabulary = service.instance.vocabulary_size
+    check_resume(request.pdjax_resume, samples=len(jobs), vocabulary=vocabulary, stream=request.stream)
+    opening = Opening.of(rids, request.pdjax_resume, id=new_rid("cmpl"))
+    run = service.run(jobs)
+    answer = _Answer(service, request, opening, run, [echoes[job.prompt] for job in jobs])
+    if request.stream and service.leader.role != "prefill":
+        await send_stream(exchange, run, opening, request.pdjax_resume, say=answer.say, close=answer.close)
+    else:
+        await exchange.answer(200, encode_json(answer.whole(await run.finish(request.pdjax_resume))))
+
+
+def _rids(rid: str | list[str] | None, count: int) -> list[str]:
+    rids = rid if isinstance(rid, list) else [f"{rid or new_rid('cmpl')}"]
+    if len(rids) == 1 and count > 1:
+        rids = [f"{rids[0]}_{i}" for i in range(count)]
+    if len(rids) != count:
+        raise HttpError(400, f"rid: a list of {len(rids)} for {count} prompts; give one each")
+    return rids
+
+
+def _jobs(
+    service: Service, request: CompletionRequest, prompts: list[list[int]], rids: list[str]
+) -> tuple[list[Job], list[str]]:
+    """The jobs, and the text that the answers to each prompt start with."""
     sampling, grammar = request.sampling(request.max_tokens), response_grammar(request.response_format)
     rank = request.dp_rank(service.instance)
     asks = [
@@ -104,7 +114,11 @@ async def _prompts(service: Service, prompt: str | list[str | int | list[int]] |
 class _Answer:
     """The two forms of an answer. `echoes` are the texts that the choices start with."""
 
-    def __init__(self, service: Service, request: CompletionRequest, echoes: list[str]) -> None:
+    def __init__(
+        self, service: Service, request: CompletionRequest, opening: Opening, run: Run, echoes: list[str]
+    ) -> None:
+        self._run = run
+        self._begun: set[int] = set()
         self._wants_usage = request.wants_usage
         self._wants_running_usage = request.wants_running_usage
         self._echoes = echoes
@@ -112,9 +126,9 @@ class _Answer:
         if request.logprobs is not None:
             self._logprobs = CompletionLogprobs(service.vocabulary, top=request.logprobs)
         self._head: dict[str, Any] = {
-            "id": new_rid("cmpl"),
+            "id": opening.id,
             "object": "text_completion",
-            "created": int(time.time()),
+            "created": int(opening.began),
             "model": service.model_name,
         }
 
@@ -126,26 +140,24 @@ class _Answer:
         ]
         return self._head | {"choices": choices, "usage": usage(outputs), "meta_info": meta_info(outputs)}
 
-    async def stream(self, exchange: Exchange, run: Run) -> None:
-        """The answer as it comes."""
-        begun: set[int] = set()
-        while not run.done:
-            delta = await run.next()
-            if not exchange.status:
-                await exchange.begin(200)
-            output = delta.output
-            first = output.index not in begun
-            begun.add(output.index)
-            if delta.text or output.finish is not None or self._logprobs or (first and self._echoes[output.index]):
-                choice = self._choice(
-                    output, delta.text, delta.token_ids, delta.logprobs, delta.top_logprobs, first=first
-                )
-                so_far = {"usage": running_usage(output)} if self._wants_running_usage else {}
-                await exchange.write(event(self._head | {"choices": [choice]} | so_far))
-        if self._wants_usage:
-            last = {"choices": [], "usage": usage(run.outputs), "meta_info": meta_info(run.outputs)}
-            await exchange.write(event(self._head | last))
-        await exchange.end(DONE)
+    def say(self, delta: Delta) -> bytes:
+        """The event of what has come, if there is anything to say."""
+        output, frame = delta.output, delta.frame
+        first = output.index not in self._begun
+        self._begun.add(output.index)
+        if delta.text or output.finish is not None or self._logprobs or (first and self._echoes[output.index]):
+            choice = self._choice(output, delta.text, frame.token_ids, frame.logprobs, frame.top_logprobs, first=first)
+            so_far = {"usage": running_usage(output)} if self._wants_running_usage else {}
+            return event(self._head | {"choices": [choice]} | so_far)
+        return b""
+
+    def close(self) -> bytes:
+        """The end of a stream."""
+        if not self._wants_usage:
+            return DONE
+        outputs = self._run.outputs
+        last = {"choices": [], "usage": usage(outputs), "meta_info": meta_info(outputs)}
+        return event(self._head | last) + DONE
 
     def _choice(
         self,

@@ -8,12 +8,12 @@ import msgspec
 
 from pdjax.server.jobs import Ask, Bootstrap, make_jobs, new_rid, wanted_rank
 from pdjax.server.logprobs import NativeLogprobs
-from pdjax.server.output import Output
+from pdjax.server.output import Delta, Output
 from pdjax.server.parse import convert, read, refuse_unsupported
 from pdjax.server.ranges import Priority, Seconds
-from pdjax.server.run import Run
 from pdjax.server.sampling import SamplingFields
 from pdjax.server.service import Service
+from pdjax.server.streaming import Opening, Resume, check_resume, send_stream
 from pdjax.web import DONE, Exchange, HttpError, encode_json, event
 
 DEFAULT_MAX_TOKENS = 128
@@ -60,6 +60,7 @@ class GenerateRequest(msgspec.Struct):
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
+    pdjax_resume: Resume | None = None
     input_embeds: Any = None
     image_data: Any = None
     video_data: Any = None
@@ -85,14 +86,24 @@ async def generate(service: Service, exchange: Exchange, body: bytes) -> None:
         bootstrap=Bootstrap(request.bootstrap_host, request.bootstrap_port, request.bootstrap_room),
         default_max=DEFAULT_MAX_TOKENS,
     )
+    vocabulary = service.instance.vocabulary_size
+    check_resume(request.pdjax_resume, samples=len(jobs), vocabulary=vocabulary, stream=request.stream)
     several = batch or len(jobs) > 1
     logprobs = [shown[job.prompt] for job in jobs]
-    with service.run(jobs) as run:
-        if request.stream and service.leader.role != "prefill":
-            await _stream(exchange, run, several=several, logprobs=logprobs)
-        else:
-            answers = [answer(output, logprobs[output.index]) for output in await run.finish()]
-            await exchange.answer(200, encode_json(answers if several else answers[0]))
+
+    def say(delta: Delta) -> bytes:
+        index = delta.output.index
+        piece = answer(delta.output, logprobs[index])
+        return event(piece | {"index": index} if several else piece)
+
+    run = service.run(jobs)
+    if request.stream and service.leader.role != "prefill":
+        opening = Opening.of([ask.rid for ask in asks], request.pdjax_resume)
+        await send_stream(exchange, run, opening, request.pdjax_resume, say=say, close=lambda: DONE)
+    else:
+        outputs = await run.finish(request.pdjax_resume)
+        answers = [answer(output, logprobs[output.index]) for output in outputs]
+        await exchange.answer(200, encode_json(answers if several else answers[0]))
 
 
 def answer(output: Output, logprobs: NativeLogprobs | None) -> dict[str, Any]:
@@ -110,16 +121,6 @@ def answer(output: Output, logprobs: NativeLogprobs | None) -> dict[str, Any]:
     if output.timeline is not None and output.finish is not None:
         meta["timeline"] = output.timeline
     return {"text": output.text, "output_ids": output.token_ids, "meta_info": meta}
-
-
-async def _stream(exchange: Exchange, run: Run, *, several: bool, logprobs: list[NativeLogprobs | None]) -> None:
-    while not run.done:
-        delta = await run.next()
-        if not exchange.status:
-            await exchange.begin(200)
-        piece = answer(delta.output, logprobs[delta.output.index])
-        await exchange.write(event(piece | {"index": delta.output.index} if several else piece))
-    await exchange.end(DONE)
 
 
 async def _asks(service: Service, request: GenerateRequest) -> tuple[bool, list[Ask], list[NativeLogprobs | None]]:

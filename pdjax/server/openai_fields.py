@@ -25,6 +25,7 @@ from pdjax.server.ranges import (
     TopP,
 )
 from pdjax.server.sampling import SamplingFields
+from pdjax.server.streaming import Resume
 from pdjax.server.structured import ResponseFormat
 from pdjax.web import HttpError
 
@@ -82,6 +83,7 @@ class CommonFields(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     data_parallel_rank: int | None = None
     routed_dp_rank: int | None = None
     disagg_prefill_dp_rank: int | None = None
+    pdjax_resume: Resume | None = None
     lora_path: Any = None
     session_params: Any = None
     custom_logit_processor: Any = None

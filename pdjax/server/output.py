@@ -54,13 +54,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Delta:
-    """What is new in `output`: text, which may be empty, and tokens, with an entry of `top_logprobs` each or none."""
+    """What is new in `output`: text, which may be empty, and the frame that it came by."""
 
     output: Output
     text: str
-    token_ids: list[int]
-    logprobs: list[float]
-    top_logprobs: list[Top]
+    frame: wire.Tokens
 
 
 class SampleText:
@@ -102,7 +100,7 @@ class SampleText:
             piece += self._stop.finish()
             output.finish = _finish(frame, len(output.token_ids))
         output.text += piece
-        return Delta(output, piece, frame.token_ids, frame.logprobs, frame.top_logprobs)
+        return Delta(output, piece, frame)
 
 
 def _finish(frame: wire.Tokens, tokens: int) -> dict[str, Any]:

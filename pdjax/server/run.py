@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from types import TracebackType
+
+import msgspec
 
 from pdjax.server.jobs import Job
 from pdjax.server.leader import Inbox, Leader
 from pdjax.server.metrics import Metrics
 from pdjax.server.output import Delta, Output, SampleText
+from pdjax.server.streaming import Resume
 from pdjax.server.vocabulary import Vocabulary
 
 
@@ -26,18 +30,37 @@ class Run:
         self._leader = leader
         self._metrics = metrics
         self._texts = {output.job.rid: SampleText(output, vocabulary) for output in self.outputs}
-        self._running = len(jobs)
+        self._submitted = self._running = 0
         self._inbox: Inbox
 
+    def replay(self, resume: Resume) -> Iterator[Delta]:
+        """Take in what other instances have told of the samples; to be called before entering.
+
+        Samples go on after it, and those that had ended are not run. A prefill instance runs those of which nothing was
+        told: for the others the decode instance asks by itself.
+        """
+        ago = time.time() - resume.began
+        for output in self.outputs:
+            output.started -= ago
+        for frame in resume.told:
+            output = self.outputs[int(frame.rid)]
+            yield self._texts[output.job.rid].add(frame)
+            output.last_token = time.monotonic()
+            if self._leader.role == "prefill":
+                output.finish = {"type": "length", "length": len(output.token_ids)}
+
     def __enter__(self) -> Run:
-        self._inbox = self._leader.submit([output.job.generate for output in self.outputs])
-        self._metrics.running.inc(len(self.outputs))
+        left = [output for output in self.outputs if output.finish is None]
+        requests = [msgspec.structs.replace(each.job.generate, output_ids=each.token_ids) for each in left]
+        self._inbox = self._leader.submit(requests)
+        self._submitted = self._running = len(left)
+        self._metrics.running.inc(self._submitted)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._metrics.running.dec(len(self.outputs))
+        self._metrics.running.dec(self._submitted)
         self._inbox.close_all("the client has gone" if isinstance(error, asyncio.CancelledError) else str(error))
 
     @property
@@ -67,12 +90,15 @@ class Run:
                     self._inbox.close(frame.rid, "a stop string was found")
             return delta
 
-    async def finish(self) -> list[Output]:
-        """Wait for the end of all samples.
+    async def finish(self, resume: Resume | None = None) -> list[Output]:
+        """Enter, and wait for the end of all samples; `resume` is for `replay`.
 
         Raises:
             HttpError: a sample has failed.
         """
-        while not self.done:
-            await self.next()
+        if resume is not None:
+            deque(self.replay(resume), maxlen=0)
+        with self:
+            while not self.done:
+                await self.next()
         return self.outputs

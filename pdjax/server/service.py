@@ -39,7 +39,7 @@ class Service:
         return Instance.from_info(self.leader.info, self.vocabulary.size)
 
     def run(self, jobs: Sequence[Job]) -> Run:
-        """Jobs to enter and run."""
+        """Jobs to run."""
         return Run(self.leader, self.vocabulary, self.metrics, jobs)
 
     def check_model(self, name: str | None) -> None:
