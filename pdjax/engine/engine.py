@@ -6,7 +6,6 @@ events for the role, or a `Stop` into its inbox.
 
 from __future__ import annotations
 
-import heapq
 import queue
 import time
 from collections.abc import Callable, Sequence
@@ -15,10 +14,12 @@ from typing import Protocol
 
 from pdjax.cache.ranks import RankedPages
 from pdjax.cache.spec import StateSpec
+from pdjax.engine.deadlines import Deadlines
 from pdjax.engine.demand import OutputLengths
 from pdjax.engine.flight import Flight
 from pdjax.engine.frames import tokens_frame
 from pdjax.engine.grammar import Compiled, GrammarError, Grammars
+from pdjax.engine.grammar_queue import GrammarQueue
 from pdjax.engine.limits import Limits, refusal
 from pdjax.engine.plan import DecodeStep, PrefillStep, StepPlan
 from pdjax.engine.request import Finish, OutputToken, Request, finish_of
@@ -109,13 +110,11 @@ class Engine:
         self.requests: dict[str, Request] = {}
         self._eos_token_ids = eos_token_ids
         self._inbox = inbox
-        self._grammars = grammars
-        self._compiling: dict[int, Request] = {}  # requests whose grammars are being compiled, by number
-        self._compiled = 0
+        self._grammar_queue = GrammarQueue(grammars)
         self._overlap = overlap
         self._flight: Flight | None = None
         self._checked_at = 0  # steps run when the books were last checked
-        self._deadlines: list[tuple[float, str]] = []  # a heap; entries of requests that have ended are skipped
+        self._deadlines = Deadlines()
         self._counters = dict.fromkeys(
             ("steps", "prompt_tokens_computed", "generated_tokens", "finished_requests", "failed_requests",
              "aborted_requests", "expired_requests", "cached_tokens", "cache_hit_requests",
@@ -292,10 +291,10 @@ class Engine:
             self._checked_at = self._counters["steps"]  # once after each bout of work: it looks at every page
             self.check_integrity()
             self._counters["integrity_checks"] += 1
-        due = [IDLE_WAKE + self.clock(), *(deadline for deadline, _ in self._deadlines[:1])]
-        timeout = max(0.0, min(due if deadline is None else [*due, deadline]) - self.clock())
+        now = self.clock()
+        due = min(each for each in (now + IDLE_WAKE, self._deadlines.next(), deadline) if each is not None)
         try:
-            item = self._inbox.get(timeout=timeout)
+            item = self._inbox.get(timeout=max(0.0, due - now))
         except queue.Empty:
             return
         if isinstance(item, Stop):
@@ -333,15 +332,14 @@ class Engine:
             spec=self.spec,
             pages=self.prefix.rank_capacity,
             vocab=self.runner.vocab,
-            grammars=self._grammars is not None,
+            grammars=self._grammar_queue.takes_grammars,
             eos_token_ids=self._eos_token_ids,
             dp=self.runner.dp,
         )
         if problem is None:
             request.arrived = self.clock()
             self.requests[request.rid] = request
-            if request.deadline_s is not None:
-                heapq.heappush(self._deadlines, (request.arrived + request.deadline_s, request.rid))
+            self._deadlines.add(request)
         return problem
 
     def _submit(self, request: Request) -> None:
@@ -349,16 +347,12 @@ class Engine:
         if problem is not None:
             self._counters["failed_requests"] += 1
             self.emit(Failed(request.rid, *problem))
-        elif request.sampling.grammar is not None and self._grammars is not None:
-            self._compiled += 1
-            self._compiling[self._compiled] = request
-            self._grammars.request(self._compiled, request.sampling.grammar)
-        else:
+        elif not self._grammar_queue.push(request):
             self.role.submit(request)
 
     def _take_grammar(self, compiled: Compiled) -> None:
         """A grammar is there: its request goes on, if it still lives."""
-        request = self._compiling.pop(compiled.number, None)
+        request = self._grammar_queue.pop(compiled)
         if request is None:
             return
         if compiled.matcher is None:
@@ -387,26 +381,18 @@ class Engine:
 
     def _withdraw(self, request: Request, reason: str) -> None:
         """Nobody waits for a request any more: whoever has it lets go of it."""
-        number = next((number for number, other in self._compiling.items() if other is request), None)
-        if number is None:
+        if not self._grammar_queue.discard(request):
             self.role.abort(request, reason)
-        else:
-            del self._compiling[number]
 
     def _expire(self) -> None:
         """End the requests whose deadline has passed, wherever they are."""
         now = self.clock()
-        while self._deadlines and self._deadlines[0][0] <= now:
-            due, rid = heapq.heappop(self._deadlines)
-            request = self.requests.get(rid)
-            # An id may be in use again by now, with another deadline.
-            if request is None or request.deadline_s is None or request.arrived + request.deadline_s != due:
-                continue
+        for request in self._deadlines.passed(now, self.requests):
             message = (
                 f"the request did not end within its deadline of {request.deadline_s:g} s: "
                 f"{len(request.output_ids)} of at most {request.sampling.max_new_tokens} tokens were generated"
             )
-            waits_for = "its grammar" if request in self._compiling.values() else self.role.waits_for(request)
+            waits_for = "its grammar" if request in self._grammar_queue else self.role.waits_for(request)
             message += f", and it waited for {waits_for}" if waits_for else ""
             self._counters["expired_requests"] += 1
             self._withdraw(request, message)

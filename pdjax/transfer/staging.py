@@ -157,7 +157,8 @@ class SourceStaging:
             RuntimeError: it has moved, so the backend would send something else.
         """
         if self.memory is SlotMemory.COPIED:
-            self._bounce.to_host(self._arrays[slot], self._used[slot], self._copies[slot])
+            if self._used[slot]:
+                self._bounce.to_host(self._arrays[slot], self._used[slot], self._copies[slot])
         else:
             check_place(f"slot {slot}", jax.block_until_ready(self._arrays[slot]), self._addresses[slot])
 
@@ -199,6 +200,8 @@ class LandingRing:
     def scatter(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> jax.Array:
         """Move what has landed in a slot into pages of the rank's part of the pool, which is donated. Wait for the
         result before the slot is used again."""
+        if not parts:
+            return shard
         return self._scatter(self._ring.landed(slot, _end(shard, parts)), shard, parts)
 
     def zero(self, slot: int, shard: jax.Array, page_ids: Sequence[int]) -> jax.Array:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import heapq
 from typing import Any
 
 import numpy as np
@@ -194,9 +193,8 @@ def test_one_that_is_computed_again_can_end_meanwhile(models, turns, how):
             pair.decode.inbox.put(Abort(gone, "the client left"))
         else:
             request = pair.decode.engine.requests[gone]
-            pair.decode.engine._deadlines.append((request.arrived - 1, gone))
             request.deadline_s = -1
-            heapq.heapify(pair.decode.engine._deadlines)
+            pair.decode.engine._deadlines.add(request)
         pair.run()
         failure = pair.failure(gone)
         assert failure is None if how == "abort" else failure is not None and failure.status == 504
