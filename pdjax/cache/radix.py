@@ -9,18 +9,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Sequence
 
-import msgspec
 
-
-class Node(msgspec.Struct, eq=False):
+class Node:
     """One cached page. `locks` counts those who use it now; a locked node's ancestors are locked as well."""
 
-    key: tuple[int, ...]
-    page: int
-    parent: Node | None
-    children: dict[tuple[int, ...], Node] = {}
-    locks: int = 0
-    used: int = 0
+    def __init__(self, key: tuple[int, ...], page: int, parent: Node | None) -> None:
+        self.key = key
+        self.page = page
+        self.parent: Node | None = parent
+        self.children: dict[tuple[int, ...], Node] = {}
+        self.locks = 0
+        self.used = 0
 
     @property
     def is_free_leaf(self) -> bool:

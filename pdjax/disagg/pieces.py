@@ -108,6 +108,7 @@ class Arrival(msgspec.Struct):
     layout: Layout  # of the sender
     posted_at: float
     damaged: bool
+    plan: TransferPlan
     missing: dict[int, Transfer]  # by number
 
 
@@ -162,7 +163,7 @@ class LandingBook:
             raise PieceError(f"a piece of a layout that cannot be: {error}") from error
         transfers = pieces.transfers(Chunk(chunk.first_page, chunk.pages, notice.prompt_tokens))
         missing = dict(enumerate(transfers))
-        return Arrival(chunk, notice.prompt_tokens, notice.layout, notice.posted_at, damaged=False, missing=missing)
+        return Arrival(chunk, notice.prompt_tokens, notice.layout, notice.posted_at, False, pieces, missing)
 
 
 def _is_missing(arrival: Arrival, notice: PieceNotice) -> bool:

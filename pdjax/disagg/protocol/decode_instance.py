@@ -10,7 +10,7 @@ from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.hosts import DecodeHost, Given
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.slot_queue import SlotQueue
-from pdjax.disagg.protocol.states import RoomState
+from pdjax.disagg.protocol.states import BOOTSTRAPPING
 
 
 class DecodeInstance(DecodeLinks):
@@ -69,7 +69,7 @@ class DecodeInstance(DecodeLinks):
         room = self._of_generation(notice.room, notice.generation)
         if room is None:
             return
-        if not room.state.final:
+        if not room.ended:
             self._host.landed(self._jobs[notice.room].ask.rid, notice, damaged=damaged)
         if damaged:
             self.counters["damaged_chunks"] += 1
@@ -99,7 +99,7 @@ class DecodeInstance(DecodeLinks):
         return self._totals() | {
             "rooms": len(live) + len(self._ending),
             "waiting_requests": len(self._turns.waiting),
-            "bootstrap_requests": sum(room.state is RoomState.BOOTSTRAPPING for room in live),
+            "bootstrap_requests": sum(room.state is BOOTSTRAPPING for room in live),
             "transfer_requests": sum(room.generation is not None for room in live),
             "links": sum(link.registration is not None for link in self._peers.values()),
             "staging_slots_wanted": len(self._slot_queue),
@@ -144,11 +144,11 @@ class DecodeInstance(DecodeLinks):
         room = self._of_generation(message.room, message.generation)
         if room is None:
             return
-        job = self._jobs.get(message.room) if not room.state.final else None
+        job = self._jobs.get(message.room) if not room.ended else None
         if job is not None and not job.met:
             job.met = now
         self._do(room, room.received(link, message, now), now)
-        if job is not None and job.pages is None and isinstance(message, messages.Handoff) and not room.state.final:
+        if job is not None and job.pages is None and isinstance(message, messages.Handoff) and not room.ended:
             self._want_pages(job)
 
     def _of_generation(self, number: int, generation: int) -> DecodeRoom | None:
@@ -175,17 +175,17 @@ class DecodeInstance(DecodeLinks):
             case StartDecode(handoff, prompt):
                 self.counters["completed_rooms"] += 1
                 self._leave(room)
-                job = self._drop_job(room.room, now, served=True)
-                assert job is not None, "a room that succeeds has a request"
-                self._host.start(job.ask.rid, handoff, prompt, job.met)
+                dropped = self._drop_job(room.room, now, served=True)
+                assert dropped is not None, "a room that succeeds has a request"
+                self._host.start(dropped.ask.rid, handoff, prompt, dropped.met)
             case Fail(status, reason):
                 self.counters["failed_rooms"] += 1
                 claimed = room.generation is not None
                 self.counters["transfer_failed_rooms" if claimed else "bootstrap_failed_rooms"] += 1
                 self._leave(room)
-                job = self._drop_job(room.room, now)
-                if job is not None:
-                    self._host.fail(job.ask.rid, status, reason)
+                dropped = self._drop_job(room.room, now)
+                if dropped is not None:
+                    self._host.fail(dropped.ask.rid, status, reason)
             case Drain():
                 self._drained += 1
                 self._drains[self._drained] = room

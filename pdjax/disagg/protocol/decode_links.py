@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
-import msgspec
-
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.actions import Action
 from pdjax.disagg.protocol.asks import DECODE_COUNTERS, DecodeAsk
@@ -19,25 +15,27 @@ from pdjax.disagg.protocol.quarantine import Quarantine
 from pdjax.disagg.protocol.timers import Timed
 
 
-class Job(msgspec.Struct):
+class Job:
     """A request whose prompt is not here yet. `held`: chunks that ask for slots before the request has pages.
     `followers`: requests with the same prompt, which wait for it."""
 
-    ask: DecodeAsk
-    room: DecodeRoom
-    pages: Given | None = None
-    met: float = 0.0
-    held: list[int] = []
-    followers: list[Job] = []
+    def __init__(self, ask: DecodeAsk, room: DecodeRoom) -> None:
+        self.ask = ask
+        self.room = room
+        self.pages: Given | None = None
+        self.met = 0.0
+        self.held: list[int] = []
+        self.followers: list[Job] = []
 
 
-@dataclass
 class Link(Peer[DecodeRoom]):
     """A prefill instance: `registration` is None until the link stands; `awaiting` are the jobs that wait for it and
     for its data path to pass a test."""
 
-    registration: messages.Registration | None = None
-    awaiting: dict[int, Job] = field(default_factory=dict)  # by room
+    def __init__(self) -> None:
+        super().__init__()
+        self.registration: messages.Registration | None = None
+        self.awaiting: dict[int, Job] = {}  # by room
 
 
 class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
@@ -238,11 +236,12 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
 
     def _do(self, room: DecodeRoom, actions: list[Action], now: float) -> None:
         """What a room asks for after an event."""
-        self._carry_out(room, actions, now)
+        if actions:
+            self._carry_out(room, actions, now)
         if room.closed:
             self._close(room)
             return
-        if room.state.final and room.generation is not None:
+        if room.ended and room.generation is not None:
             self._ending[room.generation] = room
         if room.deadline < room.timer:
             self._timers.watch(room)

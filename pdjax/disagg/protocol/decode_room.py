@@ -7,8 +7,8 @@ import msgspec
 from pdjax.disagg.protocol import messages as wire
 from pdjax.disagg.protocol.actions import Action, Drain, Fail, FreeSlot, GrantSlot, Scatter, Send, StartDecode
 from pdjax.disagg.protocol.prefill_room import Timeouts
-from pdjax.disagg.protocol.states import RoomState, advance
-from pdjax.disagg.protocol.timers import NEVER
+from pdjax.disagg.protocol.room import Room
+from pdjax.disagg.protocol.states import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING_FOR_INPUT
 
 
 class Reserved(msgspec.Struct, frozen=True, gc=False):
@@ -29,7 +29,7 @@ class Reserved(msgspec.Struct, frozen=True, gc=False):
 MAX_RESENDS = 2  # of one chunk
 
 
-class DecodeRoom(msgspec.Struct):
+class DecodeRoom(Room):
     """The machine. Each event is a method that returns what is to be done, in order; `now` is in seconds of one clock
     that never goes back.
 
@@ -42,36 +42,31 @@ class DecodeRoom(msgspec.Struct):
     side's own scatters only, and are free as soon as `Fail` is out.
     """
 
-    room: int
-    timeouts: Timeouts
-    page_bytes: int
-    deadline: float = NEVER
-    timer: float = NEVER  # see `Timers`
-    state: RoomState = RoomState.BOOTSTRAPPING
-    link: str | None = None
-    peer: str = ""  # the link's name, also once it is lost
-    generation: int | None = None
-    waits_for: str = ""
-    waits_seconds: float = 0.0
-    has_pages: bool = True
-    dp_rank: int = 0  # that has the pages
-    closed: bool = False  # it is over and holds nothing
-    _pages: int = 0
-    _first_page: int = 0
-    _granted: dict[int, int] = {}  # chunk -> slot that may still be written to
-    _covered: int = 0  # bits of the pages that hold their part of the prompt
-    _damaged: dict[int, int] = {}  # chunk -> how often it did not verify
-    _scattered: int = 0
-    _handoff: wire.Handoff | None = None
-    _prompt_tokens: int = 0
-    _prompt: tuple[wire.PromptLogprobs, ...] = ()
-    _failure: tuple[int, str] = (0, "")  # status and reason
-    _relinked: bool = False
+    def __init__(self, room: int, timeouts: Timeouts, page_bytes: int) -> None:
+        super().__init__(room)
+        self.timeouts = timeouts
+        self.page_bytes = page_bytes
+        self.peer = ""  # the link's name, also once it is lost
+        self.waits_for = ""
+        self.waits_seconds = 0.0
+        self.has_pages = True
+        self.dp_rank = 0  # that has the pages
+        self._pages = 0
+        self._first_page = 0
+        self._granted: dict[int, int] = {}  # chunk -> slot that may still be written to
+        self._covered = 0  # bits of the pages that hold their part of the prompt
+        self._damaged: dict[int, int] = {}  # chunk -> how often it did not verify
+        self._scattered = 0
+        self._handoff: wire.Handoff | None = None
+        self._prompt_tokens = 0
+        self._prompt: tuple[wire.PromptLogprobs, ...] = ()
+        self._failure: tuple[int, str] = (0, "")  # status and reason
+        self._relinked = False
 
     @property
     def awaited(self) -> str:
         """What the room waits for, in words."""
-        if self.waits_for or self.state is RoomState.BOOTSTRAPPING:
+        if self.waits_for or self.state is BOOTSTRAPPING:
             return self.waits_for
         return "its prompt to be computed" if self._handoff is None else "its pages to arrive"
 
@@ -82,18 +77,18 @@ class DecodeRoom(msgspec.Struct):
 
     def waits(self, what: str, seconds: float, now: float) -> None:
         """The room waits for `what`, and fails if that takes longer than `seconds`."""
-        if not self.state.final:
+        if not self.ended:
             self.waits_for, self.waits_seconds, self.deadline = what, seconds, now + seconds
 
     def reserved(self, told: Reserved, now: float) -> list[Action]:
         """The link to the prefill side stands: claim the room."""
-        if self.state.final:
+        if self.ended:
             return []
         self.link = self.peer = told.link
         self.generation, self._pages, self._prompt_tokens = told.generation, told.pages, told.prompt_tokens
         self._first_page, self._covered = told.first_page, _bits(0, told.first_page)
         self.waits_for, self.has_pages, self.dp_rank = "", told.has_pages, told.dp_rank
-        self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
+        self.advance(WAITING_FOR_INPUT)
         self.deadline = now + self.timeouts.waiting
         claim = self.room, told.generation, told.prompt_tokens, told.prompt_digest, told.first_page
         if told.tokens:
@@ -102,7 +97,7 @@ class DecodeRoom(msgspec.Struct):
 
     def pages_found(self, dp_rank: int, now: float) -> None:
         """A room that was claimed without pages has them now, in a dp rank."""
-        if not self.state.final:
+        if not self.ended:
             self.has_pages, self.dp_rank, self.waits_for = True, dp_rank, ""
             self._expect_more(now)
 
@@ -111,11 +106,11 @@ class DecodeRoom(msgspec.Struct):
         if link != self.link or message.generation != self.generation:
             return []
         match message:
-            case wire.SlotRequest(chunk=chunk) if not self.state.final:
+            case wire.SlotRequest(chunk=chunk) if not self.ended:
                 return [GrantSlot(chunk)]
-            case wire.Handoff() if not self.state.final and self._handoff is None:
+            case wire.Handoff() if not self.ended and self._handoff is None:
                 return self._take_over(message, now)
-            case wire.PromptLogprobs() if not self.state.final and self._handoff is None:
+            case wire.PromptLogprobs() if not self.ended and self._handoff is None:
                 self._prompt = (*self._prompt, message)
                 return self._check_prompt(now)
             case wire.Abort(status=status, reason=reason):
@@ -128,11 +123,11 @@ class DecodeRoom(msgspec.Struct):
 
     def slot_found(self, chunk: int, slot: int) -> list[Action]:
         """There is a staging slot for a chunk that a `GrantSlot` asked for."""
-        if self.state.final or self.link is None:
+        if self.ended or self.link is None:
             self._close_when_dry()
             return [FreeSlot(slot)]
-        if self.state is RoomState.WAITING_FOR_INPUT:
-            self.state = advance(self.state, RoomState.TRANSFERRING)
+        if self.state is WAITING_FOR_INPUT:
+            self.advance(TRANSFERRING)
         self._granted[chunk] = slot
         return [self._grant(self.link, chunk, slot)]
 
@@ -142,7 +137,7 @@ class DecodeRoom(msgspec.Struct):
         if slot is None or slot != notice.slot or notice.generation != self.generation:
             return []
         del self._granted[notice.chunk]
-        if self.state.final:
+        if self.ended:
             self._close_when_dry()
             return [FreeSlot(slot)]
         end = notice.first_page + notice.pages
@@ -170,7 +165,7 @@ class DecodeRoom(msgspec.Struct):
         slot = self._granted.get(notice.chunk)
         if slot is None or slot != notice.slot or notice.generation != self.generation:
             return []
-        if self.state.final or self.link is None:
+        if self.ended or self.link is None:
             del self._granted[notice.chunk]
             self._close_when_dry()
             return [FreeSlot(slot)]
@@ -208,7 +203,7 @@ class DecodeRoom(msgspec.Struct):
 
     def cancel(self, status: int, reason: str, now: float) -> list[Action]:
         """This side gives the room up, and tells the other side first."""
-        if self.state.final:
+        if self.ended:
             return []
         told: list[Action] = []
         if self.link is not None:
@@ -219,14 +214,14 @@ class DecodeRoom(msgspec.Struct):
         """Time has passed."""
         if now < self.deadline:
             return []
-        if not self.state.final:
+        if not self.ended:
             return self.cancel(504, self._overdue(), now)
         return self._ask_again(now) if self._granted else []
 
     def _take_over(self, handoff: wire.Handoff, now: float) -> list[Action]:
         self._handoff = handoff
-        if not handoff.chunks and self.state is RoomState.WAITING_FOR_INPUT:  # all of it was here
-            self.state = advance(self.state, RoomState.TRANSFERRING)
+        if not handoff.chunks and self.state is WAITING_FOR_INPUT:  # all of it was here
+            self.advance(TRANSFERRING)
         if self.has_pages:
             self.deadline = now + self.timeouts.transfer
         else:
@@ -240,7 +235,7 @@ class DecodeRoom(msgspec.Struct):
         if self._covered != _bits(0, self._pages):
             reason = f"room {self.room} got {self._covered.bit_count()} of its {self._pages} pages"
             return self.cancel(502, reason, now)
-        self.state = advance(self.state, RoomState.SUCCESS)
+        self.advance(SUCCESS)
         self._close_when_dry()
         return [StartDecode(self._handoff, self._prompt), Send(self.link, wire.Complete(self.room, self._claimed()))]
 
@@ -252,9 +247,9 @@ class DecodeRoom(msgspec.Struct):
         return self.cancel(502, reason, now)
 
     def _fail(self, status: int, reason: str, now: float) -> list[Action]:
-        if self.state.final:
+        if self.ended:
             return []
-        self.state = advance(self.state, RoomState.FAILED)
+        self.advance(FAILED)
         self._failure = (status, reason)
         self.deadline = now + self.timeouts.transfer
         self._close_when_dry()
@@ -271,7 +266,7 @@ class DecodeRoom(msgspec.Struct):
         return Send(link, wire.SlotGrant(self.room, self._claimed(), chunk, slot, self.dp_rank))
 
     def _close_when_dry(self) -> None:
-        if self.state.final and not self._granted:
+        if self.ended and not self._granted:
             self.closed = True
 
     def _expect_more(self, now: float) -> None:

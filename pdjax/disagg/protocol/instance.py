@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.actions import Action, Send
@@ -12,23 +12,12 @@ from pdjax.disagg.protocol.hosts import Host
 from pdjax.disagg.protocol.path_tests import PathHealth
 from pdjax.disagg.protocol.prefill_room import Timeouts
 from pdjax.disagg.protocol.pulse import Peer, Pulse
-from pdjax.disagg.protocol.states import RoomState
+from pdjax.disagg.protocol.room import Room
 from pdjax.disagg.protocol.timers import Timed, Timers
 from pdjax.disagg.protocol.turns import Turns
 
-
-class _Room(Timed, Protocol):
-    room: int
-    link: str | None
-    generation: int | None
-    state: RoomState
-
-    @property
-    def awaited(self) -> str: ...
-
-
 H = TypeVar("H", bound=Host)
-R = TypeVar("R", bound=_Room)
+R = TypeVar("R", bound=Room)
 J = TypeVar("J")  # a live request
 P = TypeVar("P", bound=Peer)
 
@@ -52,7 +41,7 @@ class Instance(Generic[H, R, J, P]):
         self._room_of: dict[str, int] = {}
         self._turns: Turns[J] = Turns()  # who waits for pages
         self._peers: dict[str, P] = {}  # by link
-        self._timers = Timers()  # of rooms, the pulse and whatever else the side has
+        self._timers: Timers[Timed] = Timers()  # of rooms, the pulse and whatever else the side has
         self._pulse = Pulse(timeouts.heartbeat, timeouts.peer)
         self._health = PathHealth()
 
@@ -69,7 +58,7 @@ class Instance(Generic[H, R, J, P]):
     def waits_for(self, rid: str) -> str:
         """What the room of a request waits for, in words; empty: it has none any more."""
         room = self._rooms.get(self._room_of.get(rid, -1))
-        return "" if room is None or room.state.final else room.awaited
+        return "" if room is None or room.ended else room.awaited
 
     def problem(self, now: float) -> str | None:
         """Why this instance cannot serve, in words."""
@@ -140,6 +129,14 @@ class Instance(Generic[H, R, J, P]):
 
     def _totals(self) -> dict[str, float]:
         return {f"{name}_total": float(value) for name, value in self.counters.items()}
+
+    def frame(self, link: str, body: bytes, now: float) -> None:
+        """A frame has come over a link."""
+        raise NotImplementedError
+
+    def check_integrity(self) -> None:
+        """Raise unless the books add up; call it when no request is live."""
+        raise NotImplementedError
 
     def _perform(self, room: R, action: Action, now: float) -> None:
         """Something but `Send` that a room asks for."""

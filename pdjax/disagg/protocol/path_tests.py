@@ -6,23 +6,21 @@ that has broken is found by a test and not by a request.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import msgspec
 
-from pdjax.disagg.protocol.timers import NEVER
+from pdjax.disagg.protocol.timers import NEVER, Timed
 
 IDLE = 30.0  # seconds without a chunk after which a path is tested again
 ATTEMPTS = 3  # of a test whose bytes arrive damaged
 _FRESH = 2 * IDLE  # seconds for which a path that works shows that it is not this instance that is broken
 
 
-@dataclass
 class _Path:
-    passed: bool = False
-    moved_at: float = 0.0  # when something came over it, or the test under way was asked for
-    number: int = 0  # of the test under way; 0: none
-    attempts: int = 0
+    def __init__(self) -> None:
+        self.passed = False
+        self.moved_at = 0.0  # when something came over it, or the test under way was asked for
+        self.number = 0  # of the test under way; 0: none
+        self.attempts = 0
 
 
 class Due(msgspec.Struct, frozen=True, gc=False):
@@ -32,17 +30,14 @@ class Due(msgspec.Struct, frozen=True, gc=False):
     overdue: list[str]
 
 
-class PathTests:
+class PathTests(Timed):
     """By link. `bound`: seconds in which a test message must have come."""
 
-    closed = False
-
     def __init__(self, bound: float) -> None:
+        super().__init__()
         self._bound = bound
         self._paths: dict[str, _Path] = {}
         self._numbers = 0
-        self.deadline = NEVER  # when to call `due` at the latest
-        self.timer = NEVER
 
     def up(self, link: str, now: float) -> int:
         """A link stands. Returns the number of its first test."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 import msgspec
 
@@ -14,20 +13,21 @@ from pdjax.disagg.protocol.hosts import PrefillHost
 from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.prefill_room import PrefillRoom, PromptDone, Timeouts
 from pdjax.disagg.protocol.pulse import Peer
-from pdjax.disagg.protocol.states import RoomState
+from pdjax.disagg.protocol.states import BOOTSTRAPPING
 from pdjax.disagg.protocol.timers import Timed
 from pdjax.disagg.protocol.tombstones import Tombstones
 
 
-class _Job(msgspec.Struct):
+class _Job:
     """A live request of this instance."""
 
-    ask: PrefillAsk
-    started: float = 0.0
-    computing: float = 0.0
-    chunks: int = 0
-    planned: list[int] = []  # chunks of the step that runs now
-    dp_rank: int = 0  # that has its pages
+    def __init__(self, ask: PrefillAsk) -> None:
+        self.ask = ask
+        self.started = 0.0
+        self.computing = 0.0
+        self.chunks = 0
+        self.planned: list[int] = []  # chunks of the step that runs now
+        self.dp_rank = 0  # that has its pages
 
 
 class _Flight(msgspec.Struct, frozen=True):
@@ -37,13 +37,14 @@ class _Flight(msgspec.Struct, frozen=True):
     slot: int
 
 
-@dataclass
 class _Peer(Peer[PrefillRoom]):
     """A decode instance on a link, with the rooms that it has claimed."""
 
-    slot_pages: int = 0  # that a chunk may have for it
-    slots: int = 0
-    dp: int = 0
+    def __init__(self, slot_pages: int = 0, slots: int = 0, dp: int = 0) -> None:
+        super().__init__()
+        self.slot_pages = slot_pages  # that a chunk may have for it
+        self.slots = slots
+        self.dp = dp
 
     def has(self, grant: messages.SlotGrant) -> bool:
         """Whether it has what it grants."""
@@ -166,21 +167,24 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         if peer is None:
             return
         message = self._hear(link, body, peer, now)
-        if isinstance(message, messages.Claim):
-            if isinstance(message, messages.Rebootstrap):
-                self._rebootstrap(link, peer, message, now)
-            else:
-                self._claimed(link, peer, message, now)
-        elif isinstance(message, messages.SlotGrant) and not peer.has(message):
-            self._refuse_frame(link, f"a slot that is not there was granted: {message}")
-        elif isinstance(message, messages.Message):
-            self._received(link, message, now)
+        if isinstance(message, messages.Message):
+            self._hear_of_room(link, peer, message, now)
         elif isinstance(message, messages.Refused):
             self._host.say(f"a decode instance dropped a frame: {message.reason}")
         elif isinstance(message, messages.PathTest):
             self._test_path(link, message.number, now)
         elif isinstance(message, messages.PathFailed):
             self._path_failed(link, message.reason, now)
+
+    def _hear_of_room(self, link: str, peer: _Peer, message: messages.RoomMessage, now: float) -> None:
+        if type(message) is messages.Claim:
+            self._claimed(link, peer, message, now)
+        elif type(message) is messages.Rebootstrap:
+            self._rebootstrap(link, peer, message, now)
+        elif type(message) is messages.SlotGrant and not peer.has(message):
+            self._refuse_frame(link, f"a slot that is not there was granted: {message}")
+        else:
+            self._received(link, message, now)
 
     def write_ended(self, id: int, error: str | None, now: float) -> None:
         """A write is over; `error` says why it failed."""
@@ -205,7 +209,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         return self._totals() | {
             "rooms": len(live) + len(self._ending),
             "waiting_requests": len(self._turns.waiting),
-            "bootstrap_requests": sum(room.state is RoomState.BOOTSTRAPPING for room in live),
+            "bootstrap_requests": sum(room.state is BOOTSTRAPPING for room in live),
             "inflight_requests": sum(room.computed for room in live),
             "links": len(self._peers),
             "writes_in_flight": len(self._flights),
@@ -249,6 +253,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
     def _rebootstrap(self, link: str, peer: _Peer, claim: messages.Rebootstrap, now: float) -> None:
         """Both halves of a room in one: its request is made here."""
         rid, token_ids = f"rebootstrap-{claim.room}-{claim.generation}", messages.unpack_tokens(claim.tokens)
+        refused: tuple[int, str] | None
         if claim.room in self._rooms:
             refused = 409, f"room {claim.room} is in use by another request"
         else:
@@ -321,10 +326,11 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
 
     def _do(self, room: PrefillRoom, actions: list[Action], now: float) -> None:
         """What a room asks for after an event."""
-        self._carry_out(room, actions, now)
+        if actions:
+            self._carry_out(room, actions, now)
         if room.closed:
             self._close(room)
-        elif room.state.final:
+        elif room.ended:
             if room.generation is not None:
                 self._ending[room.generation] = room
         elif room.deadline < room.timer:
@@ -341,9 +347,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
                 self._start_writes(now)
             case Succeed():
                 self._leave(room)
-                job = self._drop_job(room.room)
-                if job is not None:
-                    self._host.finish(job.ask.rid)
+                dropped = self._drop_job(room.room)
+                if dropped is not None:
+                    self._host.finish(dropped.ask.rid)
             case Fail(status, reason):
                 self._leave(room)
                 unclaimed = room.awaits_claim
@@ -351,9 +357,9 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
                     self._tombstones.put(room.room, unclaimed, status, reason, now)
                 self.counters["failed_rooms"] += 1
                 self.counters["transfer_failed_rooms" if room.met else "bootstrap_failed_rooms"] += 1
-                job = self._drop_job(room.room)
-                if job is not None:
-                    self._host.fail(job.ask.rid, status, reason)
+                dropped = self._drop_job(room.room)
+                if dropped is not None:
+                    self._host.fail(dropped.ask.rid, status, reason)
             case _:
                 raise TypeError(f"a prefill room does not {type(action).__name__}")
 
@@ -370,7 +376,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         """Gather and send what has a slot at both ends, oldest first."""
         while self._pending:
             room, transfer = self._pending[0]
-            if room.state.final or room.link is None:
+            if room.ended or room.link is None:
                 self._pending.popleft()
                 continue
             slot = self._host.take_slot()

@@ -8,8 +8,8 @@ import msgspec
 
 from pdjax.disagg.protocol import messages as wire
 from pdjax.disagg.protocol.actions import Action, Fail, Send, StartPrefill, Succeed, Transfer
-from pdjax.disagg.protocol.states import RoomState, advance
-from pdjax.disagg.protocol.timers import NEVER
+from pdjax.disagg.protocol.room import Room
+from pdjax.disagg.protocol.states import BOOTSTRAPPING, FAILED, SUCCESS, TRANSFERRING, WAITING_FOR_INPUT
 
 
 class PromptDone(msgspec.Struct, frozen=True, gc=False):
@@ -28,12 +28,13 @@ class PromptDone(msgspec.Struct, frozen=True, gc=False):
 LOGPROBS_A_MESSAGE = 2048  # prompt tokens: with 20 of the best tokens at each, well under a link's largest message
 
 
-class _Chunk(msgspec.Struct, gc=False):
-    first_page: int
-    pages: int
-    computed: bool = False
-    grant: wire.SlotGrant | None = None
-    posted: bool = False
+class _Chunk:
+    def __init__(self, first_page: int, pages: int) -> None:
+        self.first_page = first_page
+        self.pages = pages
+        self.computed = False
+        self.grant: wire.SlotGrant | None = None
+        self.posted = False
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class Timeouts:
     workers_end: float = 15.0
 
 
-class PrefillRoom(msgspec.Struct):
+class PrefillRoom(Room):
     """The machine. Each event is a method that returns what is to be done, in order; `now` is in seconds of one clock
     that never goes back.
 
@@ -63,20 +64,15 @@ class PrefillRoom(msgspec.Struct):
     is how many seconds more than `Timeouts.transfer` the decode side may take once the prompt is computed.
     """
 
-    room: int
-    timeouts: Timeouts
-    state: RoomState = RoomState.BOOTSTRAPPING
-    deadline: float = NEVER
-    timer: float = NEVER  # see `Timers`
-    link: str | None = None
-    generation: int | None = None
-    hold: float = 0.0
-    computed: bool = False  # the whole prompt
-    closed: bool = False  # it is over and holds nothing
-    _requested: tuple[int, bytes] | None = None  # tokens and digest of the prompt
-    _claim: wire.Claim | None = None
-    _chunks: dict[int, _Chunk] = {}
-    _writing: int = 0  # writes on their way
+    def __init__(self, room: int, timeouts: Timeouts, hold: float = 0.0) -> None:
+        super().__init__(room)
+        self.timeouts = timeouts
+        self.hold = hold
+        self.computed = False  # the whole prompt
+        self._requested: tuple[int, bytes] | None = None  # tokens and digest of the prompt
+        self._claim: wire.Claim | None = None
+        self._chunks: dict[int, _Chunk] = {}
+        self._writing = 0  # writes on their way
 
     @property
     def met(self) -> bool:
@@ -111,13 +107,13 @@ class PrefillRoom(msgspec.Struct):
         if link != self.link:
             return []
         match message:
-            case wire.SlotGrant(chunk=chunk) if not self.state.final and chunk in self._chunks:
+            case wire.SlotGrant(chunk=chunk) if not self.ended and chunk in self._chunks:
                 # A second grant of a chunk means that it arrived damaged: it is gathered and sent again.
                 self._chunks[chunk].grant = message
                 self._chunks[chunk].posted = False
                 return self._transfer(chunk)
-            case wire.Complete() if self.state is RoomState.TRANSFERRING:
-                self.state = advance(self.state, RoomState.SUCCESS)
+            case wire.Complete() if self.state is TRANSFERRING:
+                self.advance(SUCCESS)
                 self._close_when_dry()
                 return [Succeed()]
             case wire.Abort(status=status, reason=reason):
@@ -126,25 +122,25 @@ class PrefillRoom(msgspec.Struct):
 
     def chunk_planned(self, chunk: int, first_page: int, pages: int) -> list[Action]:
         """The pages of a chunk are about to be computed: time to ask for its slot."""
-        if self.state.final:
+        if self.ended:
             return []
         self._chunks[chunk] = _Chunk(first_page, pages)
         return [self._send(wire.SlotRequest(self.room, self._claimed(), chunk))]
 
     def chunk_computed(self, chunk: int) -> list[Action]:
         """The pages of a planned chunk are computed."""
-        if self.state.final:
+        if self.ended:
             return []
         self._chunks[chunk].computed = True
         return self._transfer(chunk)
 
     def prompt_done(self, done: PromptDone, now: float) -> list[Action]:
         """The whole prompt is computed."""
-        if self.state.final:
+        if self.ended:
             return []
         self.computed = True
         if not self._chunks:  # the decode side has all of it
-            self.state = advance(self.state, RoomState.TRANSFERRING)
+            self.advance(TRANSFERRING)
         self.deadline = now + self.timeouts.transfer + self.hold
         return self._hand_over(done)
 
@@ -155,7 +151,7 @@ class PrefillRoom(msgspec.Struct):
     def write_ended(self, error: str | None, now: float) -> list[Action]:
         """A started write is over; `error` says why it failed."""
         self._writing -= 1
-        if self.state.final:
+        if self.ended:
             return self._close_when_dry()
         self.deadline = now + (self.timeouts.transfer + self.hold if self.computed else self.timeouts.waiting)
         return self.cancel(502, f"sending a chunk to the decode instance failed: {error}") if error else []
@@ -167,7 +163,7 @@ class PrefillRoom(msgspec.Struct):
 
     def cancel(self, status: int, reason: str) -> list[Action]:
         """This side gives the room up, and tells the other side first."""
-        if self.state.final:
+        if self.ended:
             return []
         told: list[Action] = []
         if self.link is not None and self.generation is not None:
@@ -177,7 +173,7 @@ class PrefillRoom(msgspec.Struct):
     @property
     def awaited(self) -> str:
         """What the room waits for, in words."""
-        if self.state is RoomState.BOOTSTRAPPING:
+        if self.state is BOOTSTRAPPING:
             return "its other half"
         return "the decode side's word that all has arrived" if self.computed else "its prompt to be computed"
 
@@ -192,14 +188,14 @@ class PrefillRoom(msgspec.Struct):
                 Send(link, wire.Abort(self.room, claim.generation, 409, reason)),
                 Send(link, wire.AbortAck(self.room, claim.generation)),
             ]
-        if self._claim is not None or self.state.final:
+        if self._claim is not None or self.ended:
             return []
         self.link, self.generation, self._claim = link, claim.generation, claim
         return self._meet(now)
 
     def _meet(self, now: float) -> list[Action]:
         """Start the prefill once both the request and the claim are here and speak of the same prompt."""
-        if self.state.final:
+        if self.ended:
             return []
         if self._requested is None or self._claim is None:
             self.deadline = now + self.timeouts.bootstrap
@@ -211,7 +207,7 @@ class PrefillRoom(msgspec.Struct):
                 f"the two halves of room {self.room} have different prompts: prefill got {prompt_tokens} tokens, "
                 f"decode {self._claim.prompt_tokens}",
             )
-        self.state = advance(self.state, RoomState.WAITING_FOR_INPUT)
+        self.advance(WAITING_FOR_INPUT)
         self.deadline = now + self.timeouts.waiting
         return [StartPrefill()]
 
@@ -221,14 +217,14 @@ class PrefillRoom(msgspec.Struct):
         if not entry.computed or grant is None or entry.posted:
             return []
         entry.posted = True
-        if self.state is RoomState.WAITING_FOR_INPUT:
-            self.state = advance(self.state, RoomState.TRANSFERRING)
+        if self.state is WAITING_FOR_INPUT:
+            self.advance(TRANSFERRING)
         return [Transfer(chunk, grant.slot, grant.dp_rank, entry.first_page, entry.pages)]
 
     def _hand_over(self, done: PromptDone) -> list[Action]:
         generation = self._claimed()
         parts = [slice(at, at + LOGPROBS_A_MESSAGE) for at in range(0, len(done.prompt_logprobs), LOGPROBS_A_MESSAGE)]
-        told = [
+        told: list[wire.RoomMessage] = [
             wire.PromptLogprobs(self.room, generation, done.prompt_logprobs[part], done.prompt_top[part])
             for part in parts
         ]
@@ -246,16 +242,16 @@ class PrefillRoom(msgspec.Struct):
         return [self._send(message) for message in (*told, handoff)]
 
     def _fail(self, status: int, reason: str) -> list[Action]:
-        if self.state.final:
+        if self.ended:
             return self._close_when_dry()
-        self.state = advance(self.state, RoomState.FAILED)
+        self.advance(FAILED)
         return [Fail(status, reason), *self._close_when_dry()]
 
     def _close_when_dry(self) -> list[Action]:
         if self._writing or self.closed:
             return []
         self.closed = True
-        if self.state is RoomState.FAILED and self.link is not None and self.generation is not None:
+        if self.state is FAILED and self.link is not None and self.generation is not None:
             return [self._send(wire.AbortAck(self.room, self.generation))]
         return []
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from pdjax.disagg.protocol.timers import NEVER
+from pdjax.disagg.protocol.timers import NEVER, Timed
 
 R = TypeVar("R")
 
 
-@dataclass
 class Peer(Generic[R]):
     """The other end of a link.
 
@@ -21,22 +19,21 @@ class Peer(Generic[R]):
         steps: how many it had run by its last heartbeat.
     """
 
-    rooms: dict[int, R] = field(default_factory=dict)
-    heard_at: float = 0.0
-    steps: int = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.rooms: dict[int, R] = {}
+        self.heard_at = 0.0
+        self.steps = 0
 
 
-class Pulse:
+class Pulse(Timed):
     """For all links of an instance. A peer is expected to speak only while this side has rooms on the link: it has
     the same rooms, and where it has not, it answers our heartbeats."""
 
-    closed = False
-
     def __init__(self, interval: float, bound: float) -> None:
+        super().__init__()
         self._interval = interval
         self._bound = bound
-        self.deadline = NEVER  # when to call `beat` next
-        self.timer = NEVER
 
     def busy(self, peer: Peer, now: float) -> None:
         """A link has got its first room: from now on its peer is expected to speak."""

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import msgspec
 
 from pdjax.disagg.protocol.decode_room import DecodeRoom
-from pdjax.disagg.protocol.timers import NEVER
+from pdjax.disagg.protocol.timers import NEVER, Timed
 
 FIRST_LOOK, LAST_LOOK = 2.0, 60.0  # seconds between attempts to reach it: doubled each time
 
 
-@dataclass
 class Held:
     """Rooms, by generation, of one life of a peer."""
 
-    workers: bool  # it has processes besides its leader's
-    rooms: dict[int, DecodeRoom] = field(default_factory=dict)
-    look_at: float = 0.0
-    pause: float = FIRST_LOOK
-    gone: bool = False  # its leader is known to have ended
+    def __init__(self, workers: bool) -> None:
+        self.workers = workers  # it has processes besides its leader's
+        self.rooms: dict[int, DecodeRoom] = {}
+        self.look_at = 0.0
+        self.pause = FIRST_LOOK
+        self.gone = False  # its leader is known to have ended
 
 
 class Due(msgspec.Struct, frozen=True, gc=False):
@@ -30,20 +28,17 @@ class Due(msgspec.Struct, frozen=True, gc=False):
     rooms: list[DecodeRoom]
 
 
-class Quarantine:
+class Quarantine(Timed):
     """By link, which is also the peer's address, ``host:port``, and by the life of the peer there.
 
     Args:
         workers_end: see `Timeouts`.
     """
 
-    closed = False
-
     def __init__(self, workers_end: float) -> None:
+        super().__init__()
         self._workers_end = workers_end
         self._held: dict[tuple[str, int], Held] = {}
-        self.deadline = NEVER  # when to call `due` at the latest
-        self.timer = NEVER
 
     def put(self, link: str, instance: int, rooms: dict[int, DecodeRoom], now: float, *, workers: bool) -> None:
         """Keep rooms whose peer is out of reach."""

@@ -33,14 +33,14 @@ class SlotQueue:
         With several peers, the last free slot is for one that has none: a peer that hangs must not keep them all.
         """
         waiting = self._waiting
-        while waiting and waiting[0][0].state.final:
+        while waiting and waiting[0][0].ended:
             waiting.popleft()
         if not waiting:
             return None
         if peers < 2 or self._taken + 1 < self._slots or self._slots == 1:
             return 0
         for place, (room, _) in enumerate(waiting):
-            if not self._out[room.peer] and not room.state.final:
+            if not self._out[room.peer] and not room.ended:
                 return place
         return None
 

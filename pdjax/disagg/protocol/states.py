@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Final
 
 
 class RoomState(IntEnum):
-    """Values as SGLang's KVPoll has them. Failed and Success are final.
-
-    Attributes:
-        final: whether the room has ended. Asked for more often than anything else, hence no property.
-    """
-
-    final: bool
+    """Values as SGLang's KVPoll has them. Failed and Success are final."""
 
     FAILED = 0
     BOOTSTRAPPING = 1  # the two halves have not met yet
@@ -20,25 +15,23 @@ class RoomState(IntEnum):
     TRANSFERRING = 3  # chunks are on their way
     SUCCESS = 4
 
-    def __init__(self, value: int) -> None:
-        self.final = value in (0, 4)
+    @property
+    def final(self) -> bool:
+        """Whether the room has ended."""
+        return self in (FAILED, SUCCESS)
 
+
+# By name: the machines ask for them so often that the way through the enum shows.
+FAILED: Final = RoomState.FAILED
+BOOTSTRAPPING: Final = RoomState.BOOTSTRAPPING
+WAITING_FOR_INPUT: Final = RoomState.WAITING_FOR_INPUT
+TRANSFERRING: Final = RoomState.TRANSFERRING
+SUCCESS: Final = RoomState.SUCCESS
 
 LEGAL: dict[RoomState, frozenset[RoomState]] = {
-    RoomState.BOOTSTRAPPING: frozenset({RoomState.WAITING_FOR_INPUT, RoomState.FAILED}),
-    RoomState.WAITING_FOR_INPUT: frozenset({RoomState.TRANSFERRING, RoomState.FAILED}),
-    RoomState.TRANSFERRING: frozenset({RoomState.SUCCESS, RoomState.FAILED}),
-    RoomState.FAILED: frozenset(),
-    RoomState.SUCCESS: frozenset(),
+    BOOTSTRAPPING: frozenset({WAITING_FOR_INPUT, FAILED}),
+    WAITING_FOR_INPUT: frozenset({TRANSFERRING, FAILED}),
+    TRANSFERRING: frozenset({SUCCESS, FAILED}),
+    FAILED: frozenset(),
+    SUCCESS: frozenset(),
 }
-
-
-def advance(current: RoomState, new: RoomState) -> RoomState:
-    """`new`, if it may follow `current`.
-
-    Raises:
-        ValueError: it may not: a machine has a bug.
-    """
-    if new not in LEGAL[current]:
-        raise ValueError(f"a room cannot go from {current.name} to {new.name}")
-    return new

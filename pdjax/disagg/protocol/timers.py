@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import heapq
 import math
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 NEVER = math.inf  # as a time
 
 
-class Timed(Protocol):
-    """A room machine, as far as its timer goes."""
+class Timed:
+    """What has a deadline."""
 
-    deadline: float
-    timer: float  # when this heap looks at the room next
-    closed: bool  # whether it needs no timer any more
+    def __init__(self) -> None:
+        self.deadline = NEVER
+        self.timer = NEVER  # when a heap looks at it next
+        self.closed = False  # whether it needs no timer any more
 
 
 T = TypeVar("T", bound=Timed)

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from pdjax.disagg.simulate.world import Write
 
 
-class Violation(AssertionError):
+class Violation(Exception):
     """Something happened that must never happen. `room` is the one it happened to, if known."""
 
     def __init__(self, text: str, room: int | None = None) -> None:

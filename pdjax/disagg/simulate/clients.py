@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from typing import TYPE_CHECKING
-
-import msgspec
 
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.simulate.books import Violation
@@ -52,49 +49,68 @@ LOST = (502, 503, 504)  # what a router computes anew
 RECOMPUTES = 2
 
 
-class Room(msgspec.Struct, eq=False):
+class Room:
     """One request of a client, or another attempt at it. `number` is the room's, which others may use at the same time
     (`contested`). `earlier` are the attempts that were lost, `later` is the one that took this one's place."""
 
-    id: int
-    number: int
-    digest: bytes
-    prefill: int
-    decode: int
-    pages: int
-    cached_pages: int
-    growth: int
-    generates: float
-    priority: int = 0
-    text: int = 0  # requests of one text begin alike, for `common` pages
-    common: int = 0
-    follows: int = 0  # the request that this is one more sample of
-    leaves: int = 0  # how often it loses its pages while it generates, and is computed again
-    contested: bool = False
-    aborted: bool = False
-    halves: int = 2  # 1: only one of them is ever sent
-    halved: bool = False  # its prefill half was given up, and its decode half was not
-    earlier: tuple[Room, ...] = ()
-    later: Room | None = None
-    final: bool = False  # not computed anew if it is lost
-    started: int = 0
-    answered: bool = False
-    prefill_end: str | None = None  # empty: served
-    decode_end: str | None = None
-
-    tokens: list[int] = []  # the prompt, one a page: those that requests share, and its own
-    outputs: list[int] = []  # what it generates before it leaves
-
-    def __post_init__(self) -> None:
-        text, own = self.text * MOST_PAGES, (int.from_bytes(self.digest, "big") + TEXTS) * MOST_PAGES
-        self.tokens = [*range(text, text + self.common), *range(own + self.common, own + self.pages)]
-        self.outputs = list(range(own + self.pages, own + self.pages + self.growth))
+    def __init__(
+        self,
+        id: int,
+        number: int,
+        digest: bytes,
+        prefill: int,
+        decode: int,
+        pages: int,
+        cached_pages: int,
+        growth: int,
+        generates: float,
+        *,
+        priority: int = 0,
+        text: int = 0,
+        common: int = 0,
+        follows: int = 0,
+        leaves: int = 0,
+        contested: bool = False,
+        halves: int = 2,
+        final: bool = False,
+    ) -> None:
+        self.id = id
+        self.number = number
+        self.digest = digest
+        self.prefill = prefill
+        self.decode = decode
+        self.pages = pages
+        self.cached_pages = cached_pages
+        self.growth = growth
+        self.generates = generates
+        self.priority = priority
+        self.text = text  # requests of one text begin alike, for `common` pages
+        self.common = common
+        self.follows = follows  # the request that this is one more sample of
+        self.leaves = leaves  # how often it loses its pages while it generates, and is computed again
+        self.contested = contested
+        self.halves = halves  # 1: only one of them is ever sent
+        self.final = final  # not computed anew if it is lost
+        self.aborted = False
+        self.halved = False  # its prefill half was given up, and its decode half was not
+        self.earlier: tuple[Room, ...] = ()
+        self.later: Room | None = None
+        self.started = 0
+        self.answered = False
+        self.prefill_end: str | None = None  # empty: served
+        self.decode_end: str | None = None
+        shared, own = text * MOST_PAGES, (int.from_bytes(digest, "big") + TEXTS) * MOST_PAGES
+        # The prompt, one token a page: those that requests share, and its own; and what it generates before it leaves.
+        self.tokens = [*range(shared, shared + common), *range(own + common, own + pages)]
+        self.outputs = list(range(own + pages, own + pages + growth))
 
     def again(self, id: int, number: int) -> Room:
         """Another request for the same."""
-        room = copy.copy(self)
-        room.id, room.number = id, number
-        return room
+        return Room(
+            id, number, self.digest, self.prefill, self.decode, self.pages, self.cached_pages, self.growth,
+            self.generates, priority=self.priority, text=self.text, common=self.common, follows=self.follows,
+            leaves=self.leaves,
+        )  # fmt: skip
 
 
 class Clients:
@@ -335,7 +351,7 @@ class Clients:
         again = room.again(self.rooms, self.random.getrandbits(62))
         again.prefill = self._other(len(self.prefills), {other.prefill for other in earlier})
         again.decode = self._other(len(self.decodes), {other.decode for other in earlier})
-        again.earlier, again.aborted, again.prefill_end, again.decode_end = earlier, False, None, None
+        again.earlier = earlier
         room.later = again
         self.world.tell(f"client {room.id}", f"room {room.number} is lost: computed anew as room {again.number}")
         self._dispatch(again)

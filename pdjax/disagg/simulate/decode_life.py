@@ -7,7 +7,7 @@ from itertools import repeat
 from typing import TYPE_CHECKING
 
 from pdjax.cache.ranks import RankedPages, RankGrant
-from pdjax.disagg.pieces import Arrival, LandingBook, plan_of_chunk
+from pdjax.disagg.pieces import Arrival, LandingBook
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.asks import DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LAG = 0.02  # seconds at most until the last process of an instance has done what its leader has
 
 
-class DecodeLife(Life):
+class DecodeLife(Life[DecodeInstance]):
     """A decode instance: requests keep their pages for as long as they generate. See `DecodeHost`."""
 
     role = "decode"
@@ -175,7 +175,7 @@ class DecodeLife(Life):
         if self.layout.ranks > 1:
             self._emptying.add(slot)
         arrival, landed = self._arrived[slot], self.slots.content[slot]
-        plan = plan_of_chunk(SPEC, arrival.layout, self.layout, arrival.chunk)
+        plan = arrival.plan
         chunk = Chunk(first_page, pages, len(self._texts[rid]))
         lacking: set[int] = set()  # ranks
         parts: list[tuple[int, range]] = []

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pdjax.disagg.protocol import messages
+from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.protocol.topology import FOLLOW_BOOTSTRAP_ROOM, LOOKUP, dp_rank_of
 from pdjax.disagg.simulate.books import Slots
@@ -19,13 +20,15 @@ from pdjax.disagg.simulate.world import End, World
 if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
 
+M = TypeVar("M", bound=Instance[Any, Any, Any, Any])
+
 STEP = 0.002  # seconds of a step of a few pages
 
 
-class Life:
+class Life(Generic[M]):
     """What both roles have: a clock, a backlog while it stands still, links."""
 
-    machine: Any  # the role's
+    machine: M  # the role's
     role = ""
 
     def __init__(self, world: World, clients: Clients, index: int, life: int, settings: Settings, policy: str) -> None:

@@ -13,7 +13,7 @@ from pdjax.disagg.pieces import Arrival, LandingBook
 from pdjax.disagg.protocol import actions, messages
 from pdjax.disagg.protocol.decode_room import DecodeRoom, Reserved
 from pdjax.disagg.protocol.prefill_room import PrefillRoom
-from pdjax.disagg.protocol.states import RoomState, advance
+from pdjax.disagg.protocol.states import BOOTSTRAPPING, SUCCESS, TRANSFERRING
 from pdjax.disagg.protocol.timers import Timers
 from pdjax.disagg.protocol.tombstones import Tombstones
 
@@ -36,9 +36,11 @@ def success_on_a_missing_chunk() -> Iterator[None]:
 
     def complete(room: DecodeRoom, now: float) -> list[actions.Action]:
         handoff = room._handoff
-        if handoff is None or room._scattered < handoff.chunks - 1 or room.link is None or room.state is not _TRANSFER:
+        if handoff is None or room.link is None or room.state is not TRANSFERRING:
             return []
-        room.state = advance(room.state, RoomState.SUCCESS)
+        if room._scattered < handoff.chunks - 1:
+            return []
+        room.advance(SUCCESS)
         room._close_when_dry()
         return [actions.StartDecode(handoff), actions.Send(room.link, messages.Complete(room.room, room._claimed()))]
 
@@ -51,7 +53,7 @@ def forgotten_timer() -> Iterator[None]:
     """Rooms that wait for the other half to show up are not watched."""
 
     def watch(timers: Timers[Any], room: Any) -> None:
-        if getattr(room, "state", None) is not RoomState.BOOTSTRAPPING:
+        if getattr(room, "state", None) is not BOOTSTRAPPING:
             _WATCH(timers, room)
 
     with mock.patch.object(Timers, "watch", watch):
@@ -63,7 +65,7 @@ def double_claim() -> Iterator[None]:
     """A later claim of a room takes the place of the first."""
 
     def receive(room: PrefillRoom, link: str, message: messages.RoomMessage, now: float) -> list[actions.Action]:
-        if isinstance(message, messages.Claim) and room.generation is not None and not room.state.final:
+        if isinstance(message, messages.Claim) and room.generation is not None and not room.ended:
             room.link, room.generation = link, message.generation
             return []
         return _RECEIVE(room, link, message, now)
@@ -129,7 +131,6 @@ _LANDED = LandingBook.landed
 _RESERVED = DecodeRoom.reserved
 _FAIL, _DAMAGED, _RECEIVE = DecodeRoom._fail, DecodeRoom.damaged, PrefillRoom.received
 _WATCH = Timers.watch
-_TRANSFER = RoomState.TRANSFERRING
 
 PLANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
     plant.__name__: plant

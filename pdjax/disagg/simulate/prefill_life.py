@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from pdjax.disagg.simulate.clients import Clients, Room
 
 
-class PrefillLife(Life):
+class PrefillLife(Life[PrefillInstance]):
     """A prefill instance: one prompt at a time, a few pages a step. See `PrefillHost`."""
 
     role = "prefill"

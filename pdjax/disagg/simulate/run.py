@@ -16,7 +16,8 @@ from pdjax.transfer.layout import LayoutError
 CHECK_EVERY = 1.0  # seconds between looks at the requests' bounds
 LAST_FAULTS = 2.0  # seconds in which those that have begun show
 SETTLE = 75.0  # seconds after the last fault in which everything has ended
-BUGS = (AssertionError, ValueError, KeyError, IndexError, TypeError, LayoutError)  # what a machine with one may raise
+# What a machine with a bug may raise.
+BUGS = (Violation, AssertionError, ValueError, KeyError, IndexError, TypeError, LayoutError)
 
 
 @dataclass
@@ -144,14 +145,15 @@ class _Play:
                 )  # fmt: skip
 
     def _check_home(self) -> None:
-        for life in [*self.clients.prefills, *self.clients.decodes]:
+        lives: list[Life] = [*self.clients.prefills, *self.clients.decodes]
+        for life in lives:
             life.check_home()
 
     def _fault(self) -> None:
         clients, draw = self.clients, self.random
         side = clients.prefills if draw.random() < 0.5 else clients.decodes
         life = side[pick(draw, len(side))]
-        kinds = ("kill", "stop", "long stop", "jump", "cut", "path", "frames", "damage", "writes")
+        kinds: tuple[str, ...] = ("kill", "stop", "long stop", "jump", "cut", "path", "frames", "damage", "writes")
         if self.settings.spares:
             life, kinds = clients.prefills[0], kinds[:6]
         if life.layout.ranks > 1:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import random
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable
-from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import msgspec
-
 from pdjax.disagg.protocol.messages import ChunkNotice
-from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.settings import TIMEOUTS
 
@@ -59,25 +56,22 @@ class Link:
         self.writes: dict[Write, None] = {}
 
 
-class Write(msgspec.Struct, eq=False):
+class Write:
     """One piece of a chunk on its way into a slot of one rank. It may land after its sender has failed, or is dead."""
 
-    id: int
-    link: Link
-    chunk: ChunkNotice
-    room: Room  # whose pages it brings
-    number: int  # of the piece
-    transfer: Transfer
-    epoch: int = 0  # of the slot
-    right: bool = True
-    told: bool = True  # whether the notice comes with it
-    reported: bool = False
-    posted_at: float = 0.0
-    lands_at: float = 0.0
-
-
-def _stop() -> None:
-    """The end of a run."""
+    def __init__(self, id: int, link: Link, chunk: ChunkNotice, room: Room, number: int, transfer: Transfer) -> None:
+        self.id = id
+        self.link = link
+        self.chunk = chunk
+        self.room = room  # whose pages it brings
+        self.number = number  # of the piece
+        self.transfer = transfer
+        self.epoch = 0  # of the slot
+        self.right = True
+        self.told = True  # whether the notice comes with it
+        self.reported = False
+        self.posted_at = 0.0
+        self.lands_at = 0.0
 
 
 class World:
@@ -93,7 +87,10 @@ class World:
         self.truncate = 0.0  # how likely a frame is to be cut or scrambled, now
         self.damage = 0.0  # how likely a chunk is to be damaged, now
         self.refuse = 0.0  # how likely a write is to fail, now
-        self._heap: list[tuple[float, float, Callable[..., None], tuple[Any, ...]]] = []
+        # What is to happen, the next last: the times, negated so that they ascend, and what happens then. With the few
+        # dozen events that a world waits for, a search among floats costs half of what a heap of tuples does.
+        self._times: list[float] = []
+        self._calls: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
         self._pushed = 0
         self._attempts = 0
         self._orphans: dict[DecodeLife, list[Write]] = {}  # writes that nobody reports on any more
@@ -101,20 +98,27 @@ class World:
     @property
     def events(self) -> int:
         """How many have happened."""
-        return self._pushed - len(self._heap)
+        return self._pushed - len(self._times)
 
     def after(self, delay: float, call: Callable[..., None], *arguments: Any) -> None:
         """Call something later."""
+        self._at(self.now + delay, call, arguments)
+
+    def _at(self, at: float, call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        """Call something after all that happens until then."""
         self._pushed += 1
-        heappush(self._heap, (self.now + delay, self._pushed, call, arguments))
+        place = bisect_left(self._times, -at)
+        self._times.insert(place, -at)
+        self._calls.insert(place, (call, arguments))
 
     def run(self, until: float) -> None:
         """Let everything happen that is due by then."""
-        heap, call = self._heap, None
-        heappush(heap, (until, NEVER, _stop, ()))  # after all that is due then
-        while call is not _stop:
-            self.now, _, call, arguments = heappop(heap)
+        times, calls = self._times, self._calls
+        while times and times[-1] >= -until:
+            self.now = -times.pop()
+            call, arguments = calls.pop()
             call(*arguments)
+        self.now = until
 
     def tell(self, who: str, what: str) -> None:
         """For the log. Where it is asked often, ask `log` first: the sentence costs more than the rest."""
@@ -169,8 +173,7 @@ class World:
         if at < end.heard_at:
             at = end.heard_at
         end.heard_at = at
-        self._pushed += 1
-        heappush(self._heap, (at, self._pushed, self._arrive, (end, call, arguments)))
+        self._at(at, self._arrive, (end, call, arguments))
 
     def _arrive(self, end: End[Life], call: Callable[..., None], arguments: tuple[Any, ...]) -> None:
         life = end.life
@@ -211,8 +214,7 @@ class World:
         at = max(self.now + self.draw() * 0.01, link.landed_at.get(pair, 0.0))
         link.landed_at[pair] = write.lands_at = at
         link.writes[write] = None
-        self._pushed += 1
-        heappush(self._heap, (at, self._pushed, self._land, (write, at)))
+        self._at(at, self._land, (write, at))
 
     def _land(self, write: Write, due: float) -> None:
         if write.lands_at != due:
