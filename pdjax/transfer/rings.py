@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import Protocol
 
 import jax
@@ -68,6 +69,8 @@ class HostRing:
         self._words = np.ctypeslib.as_array(memory).view(dtype).reshape(shape)
         self._mixed_sum = jax.jit(mixed_sum)
         self._bounce = Bounce(shape[1], dtype, SingleDeviceSharding(device)) if copied else None
+        if copied and device.platform == "gpu":
+            _page_lock(device, self._address, nbytes)
         self._arrays = [] if copied else [_alias(words, device) for words in self._words]
 
     def landed(self, slot: int, words: int) -> jax.Array:
@@ -151,6 +154,14 @@ def _cut(ring: jax.Array, slot: jax.Array) -> jax.Array:
 
 def _in_words(offset: int, nbytes: int, itemsize: int) -> tuple[np.uint32, np.uint32]:
     return np.uint32(offset // itemsize), np.uint32(nbytes // itemsize)
+
+
+def _page_lock(device: Device, address: int, nbytes: int) -> None:
+    """Let XLA copy to the device from this memory as it lies, and not by way of page-locked memory of its own."""
+    try:
+        device.client.dma_map(address, nbytes)
+    except jax.errors.JaxRuntimeError as error:
+        print(f"pdjax: the staging ring could not be page-locked for {device}: {error}", file=sys.stderr, flush=True)
 
 
 def _alias(words: np.ndarray, device: Device) -> jax.Array:
