@@ -7,11 +7,13 @@ the other machine it also moves bytes, both ways, and measures.
 from __future__ import annotations
 
 import argparse
+import os
 import queue
 import secrets
 import sys
 import time
 
+import jax
 import msgspec
 
 from pdjax import config as configuration
@@ -25,6 +27,7 @@ from pdjax.net import mpi
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
 from pdjax.net.network import Network
 from pdjax.transfer.backend import TransferError
+from pdjax.transfer.slot_memory import Device
 
 MODEL = "pdjax check"  # what the serving side names as its model, by which the other knows it
 _PATIENCE = 20.0  # seconds for each step
@@ -75,8 +78,8 @@ def main(args: argparse.Namespace, overrides: list[str]) -> int:
         if problem is not None:
             raise Problem(problem)
         inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-        side = PathSide(config, inbox.put)
-        _say(f"transfer: {side.backend.summary}")
+        side = PathSide(config, inbox.put, _device())
+        _say(f"transfer: {side.summary}")
         network = Network(inbox.put, secret=read_secret(config))
         try:
             if args.serve:
@@ -263,6 +266,15 @@ def _report(measured: Measured, direction: str) -> None:
         f"{measured.nbytes >> 10} KiB pieces, {direction}: {measured.rate / 1e9:.2f} GB/s"
         + (", every byte verified" if measured.verified else "")
     )
+
+
+def _device() -> Device:
+    """The first that JAX has, of whose memory an instance here may hold the most."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        return jax.local_devices()[0]
+    except RuntimeError as error:
+        raise Problem(f"JAX has no device here: {error}") from error
 
 
 def _address(text: str) -> tuple[str, int]:

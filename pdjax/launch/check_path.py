@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
-import xxhash
 
 from pdjax.config import Config
 from pdjax.launch.data_plane import start_backend
 from pdjax.transfer.backend import Notice, PeerLost, Write, WriteDone, WriteFailed
+from pdjax.transfer.checksum import xxh3
+from pdjax.transfer.rings import make_ring
+from pdjax.transfer.slot_memory import Device, SlotMemory, memory_of
 
 SLOT, SLOTS = 8 << 20, 4  # bytes of a piece at most, and pieces under way at a time
 _RING, _SOURCE = 1, 2  # regions
@@ -61,16 +64,30 @@ class Measured:
 
 
 class PathSide:
-    """`post` is called on the backend's thread. `peer` is whom pings are answered to."""
+    """Bytes are moved out of a device's memory and into it.
 
-    def __init__(self, config: Config, post: Callable[[object], None]) -> None:
-        self.backend, _ = start_backend(config, post, None)
+    Args:
+        post: called on the backend's thread.
+
+    Attributes:
+        summary: what moves the bytes, and where they are.
+        peer: whom pings are answered to.
+    """
+
+    def __init__(self, config: Config, post: Callable[[object], None], device: Device) -> None:
+        self.backend, self.summary = start_backend(config, post, device)
         self.peer = "peer"
         self.moves = config.transfer.backend != "fake"
         self._writes = 0
-        self._ring = self.backend.allocate(_RING, SLOTS * SLOT)
-        self._source = np.frombuffer(np.random.default_rng(1).bytes(SLOTS * SLOT), np.uint8).copy()
-        self.backend.register(_SOURCE, self._source.ctypes.data, SLOTS * SLOT)
+        memory = memory_of(device, self.backend)
+        self._ring = make_ring(memory, device, (SLOTS, SLOT), np.dtype(np.uint8), self.backend, _RING)
+        self._bytes = np.frombuffer(np.random.default_rng(1).bytes(SLOTS * SLOT), np.uint8).copy()
+        if memory is SlotMemory.DIRECT:
+            with jax.default_device(device):
+                self._source = jax.block_until_ready(jnp.array(self._bytes))
+            self.backend.register_device_memory(_SOURCE, self._source.unsafe_buffer_pointer(), SLOTS * SLOT)
+        else:
+            self.backend.register(_SOURCE, self._bytes.ctypes.data, SLOTS * SLOT)
 
     def close(self) -> None:
         """Release the backend."""
@@ -104,9 +121,7 @@ class PathSide:
         for number in range(count):
             while under_way >= SLOTS:
                 under_way -= self._has_ended(inbox, began)
-            last = (
-                checksum_of(self._source.ctypes.data + number % SLOTS * SLOT, nbytes) if number == count - 1 else None
-            )
+            last = xxh3(self._bytes.ctypes.data + number % SLOTS * SLOT, nbytes) if number == count - 1 else None
             self._write(peer, number % SLOTS, nbytes, Piece(number % SLOTS, nbytes, last))
             under_way += 1
         while under_way:
@@ -114,22 +129,19 @@ class PathSide:
         return Measured(nbytes, count * nbytes / (time.monotonic() - began), verified=False)
 
     def receive(self, nbytes: int, count: int, inbox: queue.SimpleQueue[object]) -> Measured:
-        """Take a series in, from the first notice on, and verify its last piece. Raises `PathFailed`."""
+        """Take a series in that has just been asked for, and verify its last piece. Raises `PathFailed`."""
         nbytes = min(nbytes, SLOT)
-        began, first = time.monotonic(), None
-        came = 0
+        began, came = time.monotonic(), 0
         while came < count:
             event = self._next(inbox, began + _BOUND, f"{came} of {count} pieces of {nbytes} bytes came")
             if not isinstance(event, Notice) or not isinstance(piece := _decoder.decode(event.payload), Piece):
                 continue
             came += 1
-            first = first or time.monotonic()
-            if piece.checksum is not None and self.moves:
-                there = checksum_of(self._ring + piece.slot * SLOT, nbytes)
-                if there != piece.checksum:
-                    raise PathFailed(f"a piece of {nbytes} bytes arrived damaged: this path cannot be used")
-        assert first is not None, "a series has a first piece"
-        return Measured(nbytes, (count - 1) * nbytes / (time.monotonic() - first), verified=self.moves)
+            if piece.checksum is None or not self.moves:
+                continue
+            if self._ring.checksum("xxh3", piece.slot, 0, nbytes) != piece.checksum:
+                raise PathFailed(f"a piece of {nbytes} bytes arrived damaged: this path cannot be used")
+        return Measured(nbytes, count * nbytes / (time.monotonic() - began), verified=self.moves)
 
     def _write(self, peer: str, slot: int, nbytes: int, notice: Piece | Ping | Pong) -> None:
         self._writes += 1
@@ -158,8 +170,3 @@ class PathSide:
         if isinstance(event, WriteFailed | PeerLost):
             raise PathFailed(f"a write has failed: {event.cause}")
         return event
-
-
-def checksum_of(address: int, nbytes: int) -> int:
-    """XXH3-64 of memory."""
-    return xxhash.xxh3_64_intdigest((ctypes.c_char * nbytes).from_address(address))
