@@ -9,7 +9,7 @@ import pytest
 
 from pdjax.transfer.ucx import description
 from tests.jobs import Job
-from tests.transfer.conftest import PATHS, SMALL, both_paths, connect
+from tests.transfer.conftest import PATHS, SMALL, both_paths, connect, needs_emulated_gpu
 
 pytestmark = pytest.mark.e2e
 
@@ -17,6 +17,13 @@ pytestmark = pytest.mark.e2e
 @both_paths
 def test_the_path_says_how_bytes_move(start: Callable[..., Job], mode: str) -> None:
     assert connect(start(mode, SMALL), start(mode, SMALL)).startswith(PATHS[mode])
+
+
+@needs_emulated_gpu
+def test_only_who_moves_a_gpus_memory_writes_into_it(start: Callable[..., Job]) -> None:
+    gpu = start("cuda", SMALL)
+    refused = start("mapped", SMALL).ask("connect", peer="gpu", description=gpu.ask("describe")["description"])
+    assert "the peer's slots are in a GPU's memory" in refused["error"]
 
 
 def test_a_put_over_tcp_is_not_emulated_by_copies(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,13 @@ class UcxBackend:
                 on_notice=lambda payload: self._on_event(Notice(payload)),
                 on_error=lambda endpoint, cause: self._errors.append((endpoint, cause)),
             )
-            self._paths = Paths(self._worker, self._memory, self._on_event, allow_mapped=options.mapped)
+            self._paths = Paths(
+                self._worker,
+                self._memory,
+                self._on_event,
+                allow_mapped=options.mapped,
+                device_memory=self.device_memory,
+            )
         except BaseException as error:  # noqa: BLE001 - it is raised to whoever made the backend
             started.set_exception(error)
             return

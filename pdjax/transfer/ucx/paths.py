@@ -30,12 +30,19 @@ class Paths:
     """`memory` is the backend's own, by region; it may grow."""
 
     def __init__(
-        self, worker: UcxWorker, memory: dict[int, Memory], on_event: EventSink, *, allow_mapped: bool
+        self,
+        worker: UcxWorker,
+        memory: dict[int, Memory],
+        on_event: EventSink,
+        *,
+        allow_mapped: bool,
+        device_memory: bool,
     ) -> None:
         self._worker = worker
         self._memory = memory
         self._on_event = on_event
         self._allow_mapped = allow_mapped
+        self._device_memory = device_memory
         self._peers: dict[str, Peer] = {}
         self._leaving: list[_Leaving] = []
         self._openings: list[int] = []  # requests that made a connection
@@ -50,7 +57,7 @@ class Paths:
         if name in self._peers:
             raise TransferError(f"a peer named {name!r} is connected already")
         described = description.decode(data)
-        peer = reach(self._worker, name, described, allow_mapped=self._allow_mapped)
+        peer = reach(self._worker, name, described, allow_mapped=self._allow_mapped, device_memory=self._device_memory)
         self._peers[name] = peer
         # UCX connects on first use: use it now, so that the peer's death is noticed from the start.
         self._openings.append(self._worker.flush(peer.endpoint))

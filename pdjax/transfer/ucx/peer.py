@@ -33,7 +33,7 @@ class Target:
 
 @dataclass
 class OpenWrite:
-    """A write under way: first its bytes, then (unless they were copied) a flush, then the notice."""
+    """A write under way: first its bytes, then (not when mapped) a flush, then the notice."""
 
     write: Write
     source: Memory
@@ -42,11 +42,6 @@ class OpenWrite:
     flushing: bool = False
     notified: bool = False
     requests: list[int] = field(default_factory=list)
-
-    @property
-    def copied(self) -> bool:
-        """Whether the bytes are copied by this process, from one part of its memory to another."""
-        return self.target.mapped is not None and not self.source.on_device
 
 
 @dataclass
@@ -72,23 +67,32 @@ class Peer:
         return bool(self.targets) and all(target.mapped is not None for target in self.targets.values())
 
 
-def reach(worker: UcxWorker, name: str, description: Description, *, allow_mapped: bool) -> Peer:
+def reach(worker: UcxWorker, name: str, description: Description, *, allow_mapped: bool, device_memory: bool) -> Peer:
     """Open an endpoint to a described peer, and map its memory where that is possible and sound.
+
+    Args:
+        device_memory: whether this side moves GPUs' memory. What it writes then is not always the host's to copy, so it
+            maps nothing; and only such a side can write into a GPU's.
 
     Raises:
         TransferError: it cannot be reached.
     """
+    if any(region.on_device for region in description.regions) and not device_memory:
+        raise TransferError(
+            "the peer's slots are in a GPU's memory, into which only a side can write that moves a GPU's memory, too: "
+            "set Transfer.device_memory = False over there"
+        )
     own = worker.address()
     if (own[0] ^ description.worker[0]) & _ADDRESS_VERSION:
         version = ".".join(map(str, description.ucx))
         raise TransferError(f"the peer's UCX {version} states its address in another form than ours: use one UCX")
     endpoint = worker.open(description.worker)
-    neighbour = allow_mapped and is_neighbour(description.process)
+    neighbour = allow_mapped and not device_memory and is_neighbour(description.process)
     targets: dict[int, Target] = {}
     try:
         for region in description.regions:
             rkey = worker.unpack(endpoint, region.rkey)
-            mapped = worker.pointer(rkey, region.base) if neighbour and not region.on_device else None
+            mapped = worker.pointer(rkey, region.base) if neighbour else None
             if mapped is not None and not is_mapped(mapped, region.nbytes):
                 mapped = None
             targets[region.id] = Target(region.base, region.nbytes, rkey, mapped)
@@ -115,7 +119,7 @@ def advance(worker: UcxWorker, peer: Peer, item: OpenWrite) -> bool:
             _move_piece(worker, peer, item)
         if item.started < item.write.nbytes:
             return False
-    if not item.copied and item.write.nbytes and not item.flushing:
+    if item.target.mapped is None and item.write.nbytes and not item.flushing:
         # A put that has completed proves nothing about the other side; a flush does.
         _track(worker, item, worker.flush(peer.endpoint))
         item.flushing = True
@@ -130,9 +134,8 @@ def _move_piece(worker: UcxWorker, peer: Peer, item: OpenWrite) -> None:
     write, target = item.write, item.target
     size = min(_PIECE, write.nbytes - item.started)
     here, there = write.offset + item.started, write.peer_offset + item.started
-    if item.copied:
+    if target.mapped is not None:
         # A plain copy by address releases the interpreter lock, and leaves no view behind that could outlive the map.
-        assert target.mapped is not None
         ctypes.memmove(target.mapped + there, item.source.address + here, size)
     else:
         _track(worker, item, worker.put(peer.endpoint, item.source, here, size, target.base + there, target.rkey))
