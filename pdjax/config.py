@@ -174,13 +174,16 @@ class Transfer:
     host: str = _option("127.0.0.1", "address at which nixl, mooncake and jax take notices and bytes")
     ucx_library: str = _option("", "path of another libucp to load before MPI; empty: the one that MPI brings")
     mapped: bool = _option(True, "on one host, write straight into the peer's mapped staging ring")
-    device_memory: bool = _option(True, "let the network read and write the memory of GPUs where the backend can; else "
-                                        "slots are copied between it and the host's")  # fmt: skip
+    device_memory: str = _option("auto", "whether the network reads and writes the memory of GPUs, or slots are copied "
+                                         "between it and the host's; auto: where RDMA reaches it; always; "
+                                         "never")  # fmt: skip
     verify: bool = _option(True, "checksum every chunk where it leaves and where it lands; a damaged one is sent again")
     slots: int = _option(4, "staging slots; each holds the pages of one prefill step")
 
     def __post_init__(self) -> None:
         _require(self.slots >= 1, "slots must be at least 1")
+        ways = ("auto", "always", "never")
+        _require(self.device_memory in ways, f"device_memory is auto, always or never, not {self.device_memory!r}")
 
 
 @dataclass(frozen=True)

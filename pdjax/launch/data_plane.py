@@ -37,9 +37,10 @@ def start_backend(config: Config, post: Callable[[object], None], device: Device
     )
     where = ""
     if device is not None and not shares_memory(device):
-        problem = "Transfer.device_memory is False"
-        if config.transfer.device_memory:
-            options = replace(options, gpu=device.local_hardware_id)
+        how = config.transfer.device_memory
+        problem = "Transfer.device_memory is never"
+        if how != "never":
+            options = replace(options, gpu=device.local_hardware_id, gpu_over_tcp=how == "always")
             problem = problem_with_device_memory(device, lambda post: create(config.transfer.backend, post, options))
         where = f"; slots are in the {device.platform}'s memory"
         if problem is not None:

@@ -80,7 +80,8 @@ class BackendOptions:
     devices: tuple[str, ...] = ()  # network devices to use; none: the backend's own choice
     host: str = "127.0.0.1"  # address at which backends that listen are reached
     transports: str = ""  # UCX's names of the transports that may be used; empty: chosen by what this machine has
-    gpu: int | None = None  # the device, as CUDA counts them, whose memory is to be moved if the backend can
+    gpu: int | None = None  # the device, as CUDA counts them, whose memory is to be moved, if the backend ever does
+    gpu_over_tcp: bool = False  # also where only tcp would move it
 
 
 class TransferError(Exception):

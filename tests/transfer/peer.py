@@ -34,7 +34,11 @@ from pdjax.transfer.backend import (
 from pdjax.transfer.registry import create
 from tests.transfer import emulated_gpu
 
-UCX = {"mapped": BackendOptions(), "put": BackendOptions(mapped=False), "cuda": BackendOptions(gpu=0)}
+UCX = {
+    "mapped": BackendOptions(),
+    "put": BackendOptions(mapped=False),
+    "cuda": BackendOptions(gpu=0, gpu_over_tcp=True),
+}
 output = threading.Lock()
 window = threading.Semaphore(0)  # released by each write that ends well
 quiet = False

@@ -36,14 +36,14 @@ def ask(*patches: Any) -> str | None:
         for patch in patches:
             stack.enter_context(patch)
         return device_proof.problem_with_device_memory(
-            jax.devices()[0], lambda on_event: backend.create(on_event, BackendOptions(gpu=0))
+            jax.devices()[0], lambda on_event: backend.create(on_event, BackendOptions(gpu=0, gpu_over_tcp=True))
         )
 
 
 def moves_between(gpu: Any) -> dict[str, int]:
     """For each way, how many bytes have come that were sent."""
     events: queue.SimpleQueue[object] = queue.SimpleQueue()
-    ucx = backend.create(events.put, BackendOptions(gpu=0))
+    ucx = backend.create(events.put, BackendOptions(gpu=0, gpu_over_tcp=True))
     sent, received = (np.random.default_rng(seed).integers(0, 256, NBYTES, np.uint8) for seed in range(2))
     gpu.emulated_gpu_has(received.ctypes.data, NBYTES)
     ucx.register(1, sent.ctypes.data, NBYTES)

@@ -28,7 +28,7 @@ def asked(*arguments: str, **variables: str) -> dict[str, Any]:
 
 
 def test_without_cuda_transports_it_is_not() -> None:
-    assert asked() == {"problem": "ucx moves the host's only here"}
+    assert asked() == {"problem": "this UCX has no cuda transports"}
 
 
 @needs_emulated_gpu

@@ -60,4 +60,12 @@ def test_only_transports_of_the_chosen_devices_are_used() -> None:
     assert devices.transports(MACHINE, [], gpu=False) == "posix,tcp,rc_mlx5,dc_mlx5"
     assert devices.transports(MACHINE, ["eth0"], gpu=False) == "posix,tcp"
     assert devices.transports(MACHINE, ["mlx5_1:1"], gpu=False) == "posix,rc_mlx5"
-    assert devices.has_cuda([*MACHINE, Resource("cuda_copy", "cuda")]) and not devices.has_cuda(MACHINE)
+
+
+def test_gpus_are_reached_by_cuda_transports_and_a_network_that_is_not_tcp() -> None:
+    with_cuda = [*MACHINE, Resource("cuda_copy", "cuda"), Resource("gdr_copy", "cuda")]
+    assert devices.transports(with_cuda, ["mlx5_1:1"], gpu=True) == "posix,rc_mlx5,cuda_copy,gdr_copy"
+    assert devices.problem_with_gpus(with_cuda, [], over_tcp=False) is None
+    assert "no cuda transports" in str(devices.problem_with_gpus(MACHINE, [], over_tcp=True))
+    assert "no network here" in str(devices.problem_with_gpus(with_cuda, ["eth0"], over_tcp=False))
+    assert devices.problem_with_gpus(with_cuda, ["eth0"], over_tcp=True) is None

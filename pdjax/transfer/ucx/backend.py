@@ -19,7 +19,7 @@ from pdjax.transfer.checks import check_region
 from pdjax.transfer.commands import SET_UP_BOUND, Commands
 from pdjax.transfer.ucx import binding, description
 from pdjax.transfer.ucx.description import Description, Region
-from pdjax.transfer.ucx.devices import choose, has_cuda, networks, seen, transports
+from pdjax.transfer.ucx.devices import choose, networks, problem_with_gpus, seen, transports
 from pdjax.transfer.ucx.paths import Paths
 from pdjax.transfer.ucx.worker import Memory, UcxWorker, library_path
 
@@ -54,7 +54,8 @@ class UcxBackend:
         library: the libucp to use; None is the one that MPI has loaded.
 
     Raises:
-        TransferError: UCX cannot start, or sees no device of the names that it was told.
+        TransferError: UCX cannot start, sees no device of the names that it was told, or is to move a GPU's memory and
+            cannot.
     """
 
     name = "ucx"
@@ -79,7 +80,10 @@ class UcxBackend:
         started: Future[None] = Future()
         there = seen(self._ucp)
         devices = choose(options.devices, there)
-        self.device_memory = options.gpu is not None and has_cuda(there)
+        self.device_memory = options.gpu is not None
+        problem = problem_with_gpus(there, devices, over_tcp=options.gpu_over_tcp)
+        if self.device_memory and problem is not None:
+            raise TransferError(problem)
         kinds = options.transports or transports(there, devices, gpu=self.device_memory)
         self.summary = _summary(self._ucp, kinds, devices or list(networks(there)), self.device_memory)
         arguments = (kinds, devices, options, started)
@@ -137,7 +141,7 @@ class UcxBackend:
 
     def _run(self, transports: str, devices: list[str], options: BackendOptions, started: Future[None]) -> None:
         try:
-            if self.device_memory and options.gpu is not None:
+            if options.gpu is not None:
                 cuda.make_current(options.gpu)
             self._worker = UcxWorker(
                 self._ucp,

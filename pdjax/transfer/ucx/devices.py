@@ -55,9 +55,19 @@ def networks(resources: list[Resource]) -> dict[str, list[str]]:
     return found
 
 
-def has_cuda(resources: list[Resource]) -> bool:
-    """Whether this UCX can move an NVIDIA GPU's memory."""
-    return any(_CUDA.fullmatch(resource.transport) for resource in resources)
+def problem_with_gpus(resources: list[Resource], devices: list[str], *, over_tcp: bool) -> str | None:
+    """Why NVIDIA GPUs' memory is not to be moved by this UCX, or None.
+
+    Over tcp it goes in pieces through buffers of UCX's own, many times slower than by a copy in the host's memory.
+    """
+    if not any(_CUDA.fullmatch(resource.transport) for resource in resources):
+        return "this UCX has no cuda transports"
+    kinds = {
+        kind for device, kinds in networks(resources).items() if not devices or device in devices for kind in kinds
+    }
+    if kinds <= {"tcp"} and not over_tcp:
+        return "no network here reaches a GPU's memory (Transfer.device_memory = 'always' is for peers on this host)"
+    return None
 
 
 def choose(wanted: tuple[str, ...], resources: list[Resource]) -> list[str]:

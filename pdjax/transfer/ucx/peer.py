@@ -80,7 +80,7 @@ def reach(worker: UcxWorker, name: str, description: Description, *, allow_mappe
     if any(region.on_device for region in description.regions) and not device_memory:
         raise TransferError(
             "the peer's slots are in a GPU's memory, into which only a side can write that moves a GPU's memory, too: "
-            "set Transfer.device_memory = False over there"
+            "set Transfer.device_memory = 'never' over there"
         )
     own = worker.address()
     if (own[0] ^ description.worker[0]) & _ADDRESS_VERSION:
