@@ -224,6 +224,11 @@ class _FleetMetrics(Collector):
         yield CounterMetricFamily(
             "pdjax_recomputed_rooms", "rooms that took the place of lost ones", value=self._dispatcher.recomputed_rooms
         )
+        yield CounterMetricFamily(
+            "pdjax_router_resumed_streams",
+            "streams that had begun and were given to another pair",
+            value=self._dispatcher.resumed_streams,
+        )
 
 
 def serve(

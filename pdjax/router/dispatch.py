@@ -1,8 +1,8 @@
 """Sends a request to a prefill and a decode instance at once, and relays what the decode instance says.
 
-The first of the two to fail ends the attempt: whoever waits for the other would wait for nothing. As long as the client
-has not got a byte, a request that an instance or the way between two has lost is computed anew, in a new room and by
-other instances if there are any.
+The first of the two to fail ends the attempt: whoever waits for the other would wait for nothing. A request that an
+instance or the way between two has lost is computed anew, in a new room and by other instances if there are any, while
+the client has not got a byte. A stream that has begun goes on there from the last token that the client has got.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import aiohttp
 
 from pdjax.router.fleet import Fleet, Instance, message_of, reason_of
 from pdjax.router.rooms import rooms_wanted, with_rooms
-from pdjax.web import Exchange, HttpError, Recorder, decode_object, encode_json, error_payload, say
+from pdjax.router.streams import StreamSoFar
+from pdjax.web import RESUMABLE, Exchange, HttpError, Recorder, decode_object, encode_json, error_payload, say
 
 CONNECT_SECONDS = 2.0
 RECOMPUTES = 2
@@ -49,7 +50,8 @@ class Dispatcher:
 
     Attributes:
         retries: requests that were sent to another pair because an instance could not be reached.
-        recomputed_rooms: rooms that took the place of lost ones.
+        recomputed_rooms: rooms that took the place of lost ones, of requests whose clients had not got a byte.
+        resumed_streams: how often a stream that had begun was given to another pair.
     """
 
     def __init__(
@@ -62,7 +64,7 @@ class Dispatcher:
         recomputes: int = RECOMPUTES,
     ) -> None:
         self.retries = 0
-        self.recomputed_rooms = 0
+        self.recomputed_rooms = self.resumed_streams = 0
         self._fleet = fleet
         self._session = session
         self._request_seconds = request_seconds
@@ -113,6 +115,7 @@ class Dispatcher:
         recomputes = unreachable = 0
         sent: set[str] = set()
         tried: set[str] = set()
+        stream = StreamSoFar()
         while True:
             try:
                 prefill, decode = self._fleet.choose(avoid=tried)
@@ -120,10 +123,12 @@ class Dispatcher:
                 if lost is None:
                     raise
                 raise HttpError(lost.status, f"{lost.message}; {missing.message}") from lost
-            await self._release(body, [each for each in (prefill, decode) if each.url in sent])
+            asked = stream.resumed(_in_time(body, began))
+            await self._release(asked, [each for each in (prefill, decode) if each.url in sent])
             sent |= {prefill.url, decode.url}
+            stream.begin()
             try:
-                return await self._attempt(exchange, _in_time(body, began), prefill, decode, began)
+                return await self._attempt(exchange, asked, prefill, decode, began, stream)
             except _Unreachable as error:
                 self._fleet.mark_down(error.instance, str(error))
                 lost = HttpError(503, f"{error.instance.name} can't be reached ({error})")
@@ -132,14 +137,22 @@ class Dispatcher:
                 if unreachable == self._fleet.size:
                     raise lost from error
             except HttpError as error:
-                if exchange.status or error.status not in LOST or not self._has_time(body, began):
+                if error.status not in LOST and lost is not None and stream.can_go_on and not stream.accepted:
+                    told = f"{lost.message}; the stream could not go on elsewhere: {error.message}"
+                    raise HttpError(lost.status, told) from error
+                begun = exchange.status and not stream.can_go_on
+                if begun or error.status not in LOST or not self._has_time(body, began):
                     raise
                 if recomputes == self._recomputes:
                     told = f"{error.message} (computed {recomputes + 1} times, and lost each time)"
                     raise HttpError(error.status, told if recomputes else error.message) from error
                 recomputes += 1
-                self.recomputed_rooms += rooms_wanted(exchange.path, body) or 1
-                say("router", f"a request is computed anew: {error.message}")
+                if stream.can_go_on:
+                    self.resumed_streams += 1
+                    say("router", f"a stream goes on elsewhere: {error.message}")
+                else:
+                    self.recomputed_rooms += rooms_wanted(exchange.path, body) or 1
+                    say("router", f"a request is computed anew: {error.message}")
                 lost = error
                 tried |= {prefill.url, decode.url}
 
@@ -164,7 +177,13 @@ class Dispatcher:
                 await response.read()
 
     async def _attempt(
-        self, exchange: Exchange, body: dict[str, Any], prefill: Instance, decode: Instance, began: float
+        self,
+        exchange: Exchange,
+        body: dict[str, Any],
+        prefill: Instance,
+        decode: Instance,
+        began: float,
+        stream: StreamSoFar,
     ) -> None:
         port = prefill.bootstrap_port
         assert port is not None, "a prefill instance without a bootstrap port is not up"
@@ -180,6 +199,8 @@ class Dispatcher:
         )
         headers = {"content-type": "application/json"}
         headers |= {name.decode(): value.decode("latin-1") for name, value in exchange.headers if name in _FORWARDED}
+        if self._recomputes and body.get("stream"):
+            headers[RESUMABLE.decode()] = "1"
         left = max(0.001, began + self._request_seconds - time.monotonic())
         filling = self._start(prefill, self._prefill(exchange.path, data, headers, prefill, left))
         asking = self._start(decode, self._ask(exchange.path, data, headers, decode, left))
@@ -189,7 +210,7 @@ class Dispatcher:
         assert task is not None, "a dispatch runs in a task"
 
         def give_up(reason: str) -> None:
-            if not hung:
+            if not hung and not stream.writing:  # whoever hangs is told of again
                 hung.append(reason)
                 task.cancel()
 
@@ -201,7 +222,7 @@ class Dispatcher:
                 await filling  # an error here ends the request, although decode still waits
             async with await asking as response:
                 prefill.waiting.discard(give_up)  # decode speaks: prefill has done its part
-                await self._relay(exchange, response, decode)
+                await self._relay(exchange, response, decode, stream)
                 finished = response.status < 400
         except asyncio.CancelledError as error:
             if not hung:
@@ -263,30 +284,39 @@ class Dispatcher:
         except _CALL_ERRORS as error:
             raise HttpError(502, f"{instance.name} failed before it answered: {reason_of(error)}") from error
 
-    async def _relay(self, exchange: Exchange, response: aiohttp.ClientResponse, decode: Instance) -> None:
+    async def _relay(
+        self, exchange: Exchange, response: aiohttp.ClientResponse, decode: Instance, stream: StreamSoFar
+    ) -> None:
         kind = response.headers.get("content-type", "application/json").encode("latin-1")
         if not kind.startswith(b"text/event-stream"):
             try:
                 body = await response.read()
             except _CALL_ERRORS as error:
                 raise HttpError(502, f"{decode.name} failed while answering: {reason_of(error)}") from error
-            if response.status in LOST:
+            if response.status in LOST or stream.can_go_on:
                 raise HttpError(response.status, message_of(body))
             await exchange.answer(response.status, body, [(b"content-type", kind)])
             return
-        chunk = await self._read(response, decode)  # before the client is told anything
-        await exchange.begin(response.status)
         tail = b"\n\n"
         try:
-            while chunk:
-                tail = chunk[-2:]
-                await exchange.write(chunk)
-                chunk = await self._read(response, decode)
+            while chunk := await self._read(response, decode):
+                data = stream.take(chunk)
+                if data:
+                    stream.writing = True
+                    if not exchange.status:
+                        await exchange.begin(response.status)
+                    await exchange.write(data)
+                    stream.writing = False
+                    tail = data[-2:]
+            rest = stream.finish()
         except (HttpError, asyncio.CancelledError):
             if tail != b"\n\n":  # the event that was cut ends here, so that the error is an event of its own
                 await exchange.write(b"\n\n")
             raise
-        await exchange.end()
+        stream.writing = True
+        if not exchange.status:
+            await exchange.begin(response.status)
+        await exchange.end(rest)
 
     async def _read(self, response: aiohttp.ClientResponse, decode: Instance) -> bytes:
         idle = asyncio.timeout(self._idle_seconds)

@@ -130,9 +130,9 @@ def instance(
     )
 
 
-def router(folder: Path, prefill: list[Part], decode: list[Part]) -> Part:
+def router(folder: Path, prefill: list[Part], decode: list[Part], *options: str) -> Part:
     port = free_port()
-    arguments = ["router", "--port", str(port)]
+    arguments = ["router", "--port", str(port), *options]
     arguments += ["--prefill", *(part.url for part in prefill), "--decode", *(part.url for part in decode)]
     return Part(folder, "router", arguments, port)
 

@@ -119,7 +119,97 @@ def test_a_request_that_fails_by_itself_is_not_computed_again(stack, status, tex
     assert len(decode.bodies) == 1 and recomputed(router) == 0
 
 
-def test_after_the_first_byte_nothing_is_computed_again(stack):
+OPENING = ': pdjax opening {"rid": "r", "id": "i", "began": 2.5}\n\n'
+
+
+def tokens(*numbers: int, error: str = "") -> list[str]:
+    """A resumable stream's blocks from here on: an event and a frame for each number."""
+    blocks = [f'data: {number}\n\n: pdjax told {{"token_ids": [{number}]}}\n\n' for number in numbers]
+    return [OPENING, *blocks, *([f"data: {error}\n\n"] if error else [])]
+
+
+def resumed(router: RouterProcess) -> float:
+    said = router.request("/metrics")[1].split(b"\n")
+    (line,) = [line for line in said if line.startswith(b"pdjax_router_resumed_streams_total")]
+    return float(line.split()[-1])
+
+
+def goes_on(*, until: int = 4, then: Handler | None = None, error: str = "") -> Handler:
+    """Tells the numbers up to `until` that were not told, and ends the stream, or goes on with `then`."""
+
+    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
+        known = len(body.get("pdjax_resume", {}).get("told", []))
+        end = [] if then or error else ["data: [DONE]\n\n"]
+        return await streams(*tokens(*range(known, until), error=error), *end, then=then)(request, body)
+
+    return handle
+
+
+LOST = '{"error": {"message": "its engine has ended", "type": "server_error", "code": 503}}'
+WHOLE = b"".join(b"data: %d\n\n" % number for number in range(4)) + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("first", [goes_on(until=2, then=dies()), goes_on(until=2, error=LOST)])
+def test_a_stream_that_has_begun_goes_on_elsewhere_after_what_was_told(stack, first):
+    (prefill,), decodes, router = fleet(stack, prefill=1, decode=2)
+    decodes[0].handle, decodes[1].handle = first, goes_on()
+    for _ in range(2):
+        status, said = router.request("/generate", {"text": "x", "stream": True})
+        assert (status, said) == (200, WHOLE)
+    assert resumed(router) == len(decodes[0].bodies) > 0 and recomputed(router) == 0
+    again = next(body for body in decodes[1].bodies if "pdjax_resume" in body)
+    assert again["rid"] == "r" and again["pdjax_resume"] | {"told": 0} == {"id": "i", "began": 2.5, "told": 0}
+    assert again["bootstrap_room"] not in [body["bootstrap_room"] for body in decodes[0].bodies]
+    assert again in prefill.bodies, "samples that had not begun need their other half"
+
+
+def test_a_stream_is_broken_off_nowhere_but_between_frames(stack):
+    _, decodes, router = fleet(stack, prefill=1, decode=2)
+    half = streams(*tokens(0, 1), "data: 2\n\n", 'data: "cut', then=dies())
+    decodes[0].handle, decodes[1].handle = half, goes_on()
+    for _ in range(2):
+        assert router.request("/generate", {"text": "x", "stream": True}) == (200, WHOLE)
+
+
+def test_one_that_is_idle_goes_on_elsewhere_too_and_may_be_lost_again(stack):
+    _, decodes, router = fleet(stack, prefill=1, decode=3, idle_timeout=0.5)
+    decodes[0].handle, decodes[1].handle = goes_on(until=1, then=waits_forever()), goes_on(until=3, then=dies())
+    decodes[2].handle = goes_on()
+    for _ in range(3):
+        assert router.request("/generate", {"text": "x", "stream": True}) == (200, WHOLE)
+    assert resumed(router) >= 2
+
+
+@pytest.mark.parametrize(
+    ("second", "words"),
+    [
+        (says(400, "unknown field 'pdjax_resume'"), ("its engine has ended", "could not go on elsewhere", "unknown")),
+        (streams("data: 0\n\n"), ("its engine has ended", "does not go on")),
+        (goes_on(until=3, error=LOST), ("its engine has ended", "3 times")),
+    ],
+)
+def test_where_it_cannot_go_on_the_client_is_told_why_as_the_last_event(stack, second, words):
+    _, decodes, router = fleet(stack, prefill=1, decode=2)
+
+    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
+        return await (second if "pdjax_resume" in body else goes_on(until=2, error=LOST))(request, body)
+
+    decodes[0].handle = decodes[1].handle = handle
+    status, said = router.request("/generate", {"text": "x", "stream": True})
+    *events, last, end = said.split(b"\n\n")
+    assert status == 200 and end == b"" and events[:2] == [b"data: 0", b"data: 1"]
+    assert all(word in message(last.removeprefix(b"data: ")) for word in words)
+
+
+def test_an_error_of_the_request_itself_is_its_last_event(stack):
+    _, (decode,), router = fleet(stack, prefill=1, decode=1)
+    own = '{"error": {"message": "the grammar is too large", "type": "invalid_request_error", "code": 400}}'
+    decode.handle = goes_on(until=1, error=own)
+    _, said = router.request("/generate", {"text": "x", "stream": True})
+    assert said.startswith(b"data: 0\n\ndata: {") and b"too large" in said and len(decode.bodies) == 1
+
+
+def test_a_stream_that_cannot_go_on_is_not_computed_again_after_the_first_byte(stack):
     _, decodes, router = fleet(stack, prefill=1, decode=2)
     for decode in decodes:
         decode.handle = streams("data: 1\n\n", then=dies())

@@ -43,7 +43,7 @@ class Claim(Message, frozen=True, tag="claim"):
 
 
 class Rebootstrap(Claim, frozen=True, kw_only=True, tag="rebootstrap"):
-    """Decode to prefill: a claim that brings its own prompt, of a request that is generating here and has lost its
+    """Decode to prefill: a claim that brings its own prompt, of a request that has begun, here or elsewhere, and has no
     pages. Compute these tokens for me; nobody but me waits for them, and I have the token that comes next.
 
     `tokens` has 4 bytes each, little-endian.
