@@ -75,7 +75,7 @@ class PathSide:
     """
 
     def __init__(self, config: Config, post: Callable[[object], None], device: Device) -> None:
-        self.backend, self.summary = start_backend(config, post, device)
+        self.backend, self.summary = start_backend(config, post, [device])
         self.peer = "peer"
         self.moves = config.transfer.backend != "fake"
         self._writes = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +16,13 @@ from pdjax.transfer.registry import create
 from pdjax.transfer.slot_memory import Device, shares_memory
 
 
-def start_backend(config: Config, post: Callable[[object], None], device: Device | None) -> tuple[TransferBackend, str]:
+def start_backend(
+    config: Config, post: Callable[[object], None], devices: Sequence[Device]
+) -> tuple[TransferBackend, str]:
     """The backend that the configuration names, for this rank.
 
     Args:
-        device: the first of this process; None if only the host's memory is to be moved.
+        devices: of this process.
 
     Returns:
         It, and a line about what moves the bytes and where slots are.
@@ -36,12 +38,13 @@ def start_backend(config: Config, post: Callable[[object], None], device: Device
         transports=config.transfer.ucx_transports,
     )
     where = ""
-    if device is not None and not shares_memory(device):
+    device = devices[0]
+    if not shares_memory(device):
         how = config.transfer.device_memory
         problem = "Transfer.device_memory is never"
         if how != "never":
             options = replace(options, gpu=device.local_hardware_id, gpu_over_tcp=how == "always")
-            problem = problem_with_device_memory(device, lambda post: create(config.transfer.backend, post, options))
+            problem = problem_with_device_memory(devices, lambda post: create(config.transfer.backend, post, options))
         where = f"; slots are in the {device.platform}'s memory"
         if problem is not None:
             options = replace(options, gpu=None)

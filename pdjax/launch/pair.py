@@ -47,7 +47,7 @@ def make_part(role: str, config: Config, core: Core, post: Callable[[object], No
     Raises:
         TransferError: the backend cannot start or has no place for staging.
     """
-    backend, summary = start_backend(config, post, next(iter(core.local_devices.values())))
+    backend, summary = start_backend(config, post, list(core.local_devices.values()))
     print(f"pdjax {role}: transfer: {summary}", file=sys.stderr, flush=True)
     own = Part(
         core.runner,

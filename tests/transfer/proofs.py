@@ -36,7 +36,7 @@ def ask(*patches: Any) -> str | None:
         for patch in patches:
             stack.enter_context(patch)
         return device_proof.problem_with_device_memory(
-            jax.devices()[0], lambda on_event: backend.create(on_event, BackendOptions(gpu=0, gpu_over_tcp=True))
+            jax.devices()[:1], lambda on_event: backend.create(on_event, BackendOptions(gpu=0, gpu_over_tcp=True))
         )
 
 
