@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from pdjax.launch.soak_clients import Client, Tally, World
-from pdjax.launch.soak_parts import Instance, Parts, get
+from pdjax.launch.soak_parts import Instance, Parts, get, metrics_of
 
 CLIENTS = 8
 TINY = {
@@ -39,6 +39,8 @@ _WRITE_TINY = (
     "write_random_model(pathlib.Path(sys.argv[1]), tiny_config(), seed=1)"
 )
 _SHOWN = 5  # sentences of each kind
+# What the router has done so that a client need not hear of a loss.
+_MADE_GOOD = {"rooms computed anew": "recomputed_rooms", "streams that went on elsewhere": "router_resumed_streams"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -108,7 +110,7 @@ def _run(parts: Parts, args: argparse.Namespace) -> dict[str, Any]:
     finally:
         stop.set()
     seconds = time.monotonic() - started
-    leaks = parts.leaks()
+    router, leaks = metrics_of(parts.port), parts.leaks()
     bad = {
         "wrong": tally.wrong,
         "untold": tally.untold,
@@ -125,6 +127,7 @@ def _run(parts: Parts, args: argparse.Namespace) -> dict[str, Any]:
         "kinds": dict(tally.requests),
         "answered": tally.answered,
         "failed_with_a_reason": dict(tally.told),
+        "made_good": {name: router.get(f"{metric}_total") for name, metric in _MADE_GOOD.items()},
         "faults": dict(faults.counts),
         "worst_s": tally.worst_s,
         **{name.replace(" ", "_"): len(sentences) for name, sentences in bad.items()},

@@ -14,8 +14,18 @@ from typing import Any
 
 from pdjax.launch.soak_parts import post
 
-KINDS = {"tiny": 4, "long": 2, "shared prefix": 4, "sampled": 3, "disconnect": 2, "abort": 2, "too long": 1}
+KINDS = {
+    "tiny": 4,
+    "long": 2,
+    "shared prefix": 4,
+    "sampled": 3,
+    "streamed": 3,
+    "disconnect": 2,
+    "abort": 2,
+    "too long": 1,
+}
 _OUTPUT_TOKENS = (1, 48)
+_STREAMED_TOKENS = 200
 _PAUSE_SECONDS = 0.2  # after a failure
 
 
@@ -89,7 +99,8 @@ class Client(threading.Thread):
         if kind in ("disconnect", "abort"):
             self._leave(kind, body)
             return
-        status, answer = post(self._world.router, "/generate", body, self._world.bound + 30.0)
+        ask = self._read if kind == "streamed" else self._post
+        status, answer = ask(body)
         if status != 200:
             self._failed(kind, status, answer)
             return
@@ -97,11 +108,37 @@ class Client(threading.Thread):
             with self._tally.lock:
                 self._tally.wrong.append(f"a prompt of {len(body['input_ids'])} tokens was answered")
             return
-        expected = post(self._world.oracle, "/generate", body, 600.0)[1].get("output_ids")
+        whole = body | {"stream": False}
+        expected = post(self._world.oracle, "/generate", whole, 600.0)[1].get("output_ids")
         with self._tally.lock:
             self._tally.answered += 1
             if answer.get("output_ids") != expected:
                 self._tally.wrong.append(f"{kind}: {json.dumps(body)}: {answer.get('output_ids')}, not {expected}")
+
+    def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
+        return post(self._world.router, "/generate", body, self._world.bound + 30.0)
+
+    def _read(self, body: dict[str, Any]) -> tuple[int, Any]:
+        """Read a stream to its end; returns its last event. Each must have one token more than the one before."""
+        connection = http.client.HTTPConnection("127.0.0.1", self._world.router, timeout=self._world.bound + 30.0)
+        with contextlib.closing(connection):
+            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                return response.status, json.loads(response.read())
+            last: dict[str, Any] = {"output_ids": []}
+            for line in response:
+                if line == b"data: [DONE]\n":
+                    return 200, last
+                if line.startswith(b"data: "):
+                    event = json.loads(line.removeprefix(b"data: "))
+                    if "error" in event:
+                        return event["error"]["code"], event
+                    if event["output_ids"][:-1] != last["output_ids"]:
+                        with self._tally.lock:
+                            self._tally.wrong.append(f"streamed: {event['output_ids']} after {last['output_ids']}")
+                    last = event
+        return 0, last
 
     def _failed(self, kind: str, status: int, answer: Any) -> None:
         message = answer.get("error", {}).get("message", "") if isinstance(answer, dict) else ""
@@ -152,10 +189,11 @@ class Client(threading.Thread):
         sampling: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0, "ignore_eos": True}
         if kind == "sampled":
             sampling |= {"temperature": 0.8, "top_p": 0.9, "top_k": 40, "sampling_seed": draw.randrange(1 << 30)}
-        if kind in ("disconnect", "abort"):
-            sampling["max_new_tokens"] = min(200, most // 2)
+        stream = kind in ("streamed", "disconnect", "abort")
+        if stream:
+            sampling["max_new_tokens"] = min(_STREAMED_TOKENS, most // 2)
         rid = f"soak-{self._number}-{self._asked}"
-        return {"input_ids": prompt, "sampling_params": sampling, "rid": rid, "stream": kind in ("disconnect", "abort")}
+        return {"input_ids": prompt, "sampling_params": sampling, "rid": rid, "stream": stream}
 
     def _ids(self, count: int, draw: random.Random | None = None) -> list[int]:
         draw = draw or self._random

@@ -80,15 +80,20 @@ class Instance:
 
     def metrics(self) -> dict[str, float]:
         """The scheduler's values by name, without the prefix; empty if it does not answer."""
-        status, body = get(self.port, "/metrics")
-        if status != 200:
-            return {}
-        lines = [line for line in body.decode().splitlines() if line.startswith("pdjax_") and "{" not in line]
-        return {name.removeprefix("pdjax_"): float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
+        return metrics_of(self.port)
 
     def end(self) -> None:
         """End it, asked first."""
         end_all([self._child])
+
+
+def metrics_of(port: int) -> dict[str, float]:
+    """Metrics without labels by name, without the prefix; empty if nobody answers there."""
+    status, body = get(port, "/metrics")
+    if status != 200:
+        return {}
+    lines = [line for line in body.decode().splitlines() if line.startswith("pdjax_") and "{" not in line]
+    return {name.removeprefix("pdjax_"): float(value) for name, value in (line.rsplit(" ", 1) for line in lines)}
 
 
 class Parts:

@@ -131,7 +131,8 @@ class Dispatcher:
                 return await self._attempt(exchange, asked, prefill, decode, began, stream)
             except _Unreachable as error:
                 self._fleet.mark_down(error.instance, str(error))
-                lost = HttpError(503, f"{error.instance.name} can't be reached ({error})")
+                if lost is None or not stream.can_go_on:  # why a stream was lost says more than who could not go on
+                    lost = HttpError(503, f"{error.instance.name} can't be reached ({error})")
                 self.retries += 1
                 unreachable += 1
                 if unreachable == self._fleet.size:
