@@ -126,7 +126,7 @@ class PrefixCache:
         """Raise AssertionError unless pages and locks add up."""
         self._allocator.check_integrity()
         self._tree.check_integrity()
-        nodes = list(self._tree.nodes())
+        nodes = self._tree.nodes()
         if {node.page for node in nodes} != self._allocator.cached_pages:
             raise AssertionError(f"the tree has {len(nodes)} pages, the allocator says otherwise")
         held = [node for path in self._held.values() for node in path]

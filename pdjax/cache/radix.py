@@ -7,7 +7,7 @@ Pure bookkeeping: it names pages and owns none (see `pdjax.cache.prefix`).
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 
 class Node:
@@ -102,17 +102,16 @@ class RadixTree:
             self._offer(parent)
         return evicted
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> list[Node]:
         """All nodes, parents first."""
-        stack = list(self._root.children.values())
-        while stack:
-            node = stack.pop()
-            yield node
-            stack.extend(node.children.values())
+        found = list(self._root.children.values())
+        for node in found:
+            found.extend(node.children.values())
+        return found
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless the counts are right, locks reach up to the root and leaves can be evicted."""
-        nodes = list(self.nodes())
+        nodes = self.nodes()
         offered = {(used, id(node)) for used, _, node in self._leaves}
         unlocked = sum(not node.locks for node in nodes)
         if self.pages != len(nodes) or self.evictable != unlocked:

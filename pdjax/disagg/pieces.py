@@ -9,7 +9,8 @@ import msgspec
 
 from pdjax.cache.spec import StateSpec
 from pdjax.disagg.protocol.messages import ChunkNotice, PieceNotice
-from pdjax.transfer.layout import Chunk, Layout, LayoutError, Transfer, TransferPlan, plan
+from pdjax.transfer.layout import Chunk, Layout, LayoutError
+from pdjax.transfer.layout.plan import Transfer, TransferPlan, plan
 
 _OPEN_TESTS = 1024
 
@@ -100,16 +101,24 @@ class TestBook:
         return None if over is None else over.error is None
 
 
-class Arrival(msgspec.Struct):
-    """A chunk whose pieces land. `posted_at` is when the first of them was sent, by the sender's clock."""
+class Arrival:
+    """A chunk whose pieces land, the first of which has come with this notice.
 
-    chunk: ChunkNotice
-    prompt_tokens: int
-    layout: Layout  # of the sender
-    posted_at: float
-    damaged: bool
-    plan: TransferPlan
-    missing: dict[int, Transfer]  # by number
+    Attributes:
+        layout: of the sender.
+        posted_at: when the first of its pieces was sent, by the sender's clock.
+        missing: pieces, by number.
+    """
+
+    def __init__(self, notice: PieceNotice, plan: TransferPlan) -> None:
+        self.chunk = chunk = notice.chunk
+        self.prompt_tokens = notice.prompt_tokens
+        self.layout = notice.layout
+        self.posted_at = notice.posted_at
+        self.damaged = False
+        self.plan = plan
+        transfers = plan.transfers(Chunk(chunk.first_page, chunk.pages, notice.prompt_tokens))
+        self.missing: dict[int, Transfer] = dict(enumerate(transfers))
 
 
 class LandingBook:
@@ -156,14 +165,10 @@ class LandingBook:
         self._open.pop(slot, None)
 
     def _expect(self, notice: PieceNotice) -> Arrival:
-        chunk = notice.chunk
         try:
-            pieces = plan_of_chunk(self._spec, notice.layout, self._layout, chunk)
+            return Arrival(notice, plan_of_chunk(self._spec, notice.layout, self._layout, notice.chunk))
         except LayoutError as error:
             raise PieceError(f"a piece of a layout that cannot be: {error}") from error
-        transfers = pieces.transfers(Chunk(chunk.first_page, chunk.pages, notice.prompt_tokens))
-        missing = dict(enumerate(transfers))
-        return Arrival(chunk, notice.prompt_tokens, notice.layout, notice.posted_at, False, pieces, missing)
 
 
 def _is_missing(arrival: Arrival, notice: PieceNotice) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import msgspec
-
 PREFILL_COUNTERS = (
     "sent_bytes",
     "sent_chunks",
@@ -35,37 +33,51 @@ DECODE_COUNTERS = (
 )
 
 
-class PrefillAsk(msgspec.Struct, frozen=True, gc=False):
+class PrefillAsk:
     """The client's half of a room. `arrived` is in seconds of the instance's clock."""
 
-    rid: str
-    room: int
-    prompt_tokens: int
-    prompt_digest: bytes
-    priority: int = 0
-    arrived: float = 0.0
+    def __init__(
+        self, rid: str, room: int, prompt_tokens: int, prompt_digest: bytes, priority: int = 0, arrived: float = 0.0
+    ) -> None:
+        self.rid = rid
+        self.room = room
+        self.prompt_tokens = prompt_tokens
+        self.prompt_digest = prompt_digest
+        self.priority = priority
+        self.arrived = arrived
 
 
-class DecodeAsk(msgspec.Struct, frozen=True, gc=False):
+class DecodeAsk:
     """The client's half of a room. `host` and `port`: where its prefill leader takes links. `pages` hold the prompt.
 
     `follows` is another request with the same prompt: while that one's is on its way, this one waits to share it.
     `tokens`: the prompt, of a request that is computed again and has no half on the prefill side; see `Rebootstrap`.
     """
 
-    rid: str
-    room: int
-    host: str
-    port: int
-    prompt_tokens: int
-    prompt_digest: bytes
-    pages: int
-    priority: int = 0
-    arrived: float = 0.0
-    follows: str = ""
-    tokens: bytes = b""
-
-    @property
-    def link(self) -> str:
-        """Links are named by where their prefill leader listens."""
-        return f"{self.host}:{self.port}"
+    def __init__(
+        self,
+        rid: str,
+        room: int,
+        host: str,
+        port: int,
+        prompt_tokens: int,
+        prompt_digest: bytes,
+        pages: int,
+        priority: int = 0,
+        arrived: float = 0.0,
+        *,
+        follows: str = "",
+        tokens: bytes = b"",
+    ) -> None:
+        self.rid = rid
+        self.room = room
+        self.host = host
+        self.port = port
+        self.link = f"{host}:{port}"  # links are named by where their prefill leader listens
+        self.prompt_tokens = prompt_tokens
+        self.prompt_digest = prompt_digest
+        self.pages = pages
+        self.priority = priority
+        self.arrived = arrived
+        self.follows = follows
+        self.tokens = tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.actions import Action, Drain, Fail, FreeSlot, GrantSlot, Scatter, StartDecode
 from pdjax.disagg.protocol.asks import DecodeAsk
-from pdjax.disagg.protocol.decode_links import DecodeLinks, Job
+from pdjax.disagg.protocol.decode_links import DecodeLinks, Job, Link
 from pdjax.disagg.protocol.decode_room import DecodeRoom
 from pdjax.disagg.protocol.hosts import DecodeHost, Given
 from pdjax.disagg.protocol.prefill_room import Timeouts
@@ -48,21 +48,6 @@ class DecodeInstance(DecodeLinks):
         job = self._drop_job(number, now) if number is not None else None
         if job is not None:
             self._do(job.room, job.room.cancel(499, f"the decode request was aborted: {reason}", now), now)
-
-    def frame(self, link: str, body: bytes, now: float) -> None:
-        """A frame has come over a link."""
-        entry = self._peers.get(link)
-        if entry is None:
-            return
-        message = self._hear(link, body, entry, now)
-        if isinstance(message, messages.Message):
-            self._received(link, message, now)
-        elif isinstance(message, messages.Refused):
-            self._host.say(f"the prefill instance at {link} dropped a frame: {message.reason}")
-        elif isinstance(message, messages.PathFailed):
-            self._path_failed(link, f"it could not send: {message.reason}", now)
-        elif isinstance(message, messages.PathTest):
-            self.counters["refused_frames"] += 1
 
     def landed(self, notice: messages.ChunkNotice, now: float, *, damaged: bool = False) -> None:
         """All of a chunk is in its slot; `damaged`: not as it was sent."""
@@ -140,7 +125,15 @@ class DecodeInstance(DecodeLinks):
         job.held = []
         self._grant_slots(now)
 
-    def _received(self, link: str, message: messages.RoomMessage, now: float) -> None:
+    def _told(self, link: str, message: messages.Refused | messages.PathTest | messages.PathFailed, now: float) -> None:
+        if isinstance(message, messages.Refused):
+            self._host.say(f"the prefill instance at {link} dropped a frame: {message.reason}")
+        elif isinstance(message, messages.PathFailed):
+            self._path_failed(link, f"it could not send: {message.reason}", now)
+        else:
+            self.counters["refused_frames"] += 1
+
+    def _received(self, link: str, peer: Link, message: messages.RoomMessage, now: float) -> None:
         room = self._of_generation(message.room, message.generation)
         if room is None:
             return

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from typing import Protocol
 
-import msgspec
-
 from pdjax.disagg.protocol.messages import ChunkNotice, Handoff, PromptLogprobs, Registration
 
 
-class Given(msgspec.Struct, frozen=True, gc=False):
+class Given:
     """Pages that a request was given in one dp rank; `filled` of them, from the first on, hold its prompt already."""
 
-    filled: int
-    dp_rank: int = 0
+    def __init__(self, filled: int, dp_rank: int = 0) -> None:
+        self.filled = filled
+        self.dp_rank = dp_rank
 
 
 class Host(Protocol):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Generic, TypeVar
 
@@ -32,7 +31,7 @@ class Instance(Generic[H, R, J, P]):
 
     def __init__(self, host: H, *, timeouts: Timeouts, counters: Iterable[str]) -> None:
         self.steps = 0
-        self.counters: Counter[str] = Counter(dict.fromkeys(counters, 0))
+        self.counters = dict.fromkeys(counters, 0)
         self._host = host
         self._timeouts = timeouts
         self._rooms: dict[int, R] = {}  # that have not ended
@@ -64,26 +63,26 @@ class Instance(Generic[H, R, J, P]):
         """Why this instance cannot serve, in words."""
         return self._health.problem(now)
 
-    def _hear(
-        self, link: str, body: bytes, peer: Peer[R], now: float
-    ) -> messages.RoomMessage | messages.Refused | messages.PathTest | messages.PathFailed | None:
-        """A frame of a peer: what it says, unless that is settled here."""
+    def frame(self, link: str, body: bytes, now: float) -> None:
+        """A frame has come over a link."""
+        peer = self._peers.get(link)
+        if peer is None:
+            return
         peer.heard_at = now
         try:
             message = messages.decode_message(body)
         except messages.ProtocolError as error:
             self._refuse_frame(link, str(error))
-            return None
+            return
         if isinstance(message, messages.Message):
-            return message
-        if isinstance(message, messages.Heartbeat):
+            self._received(link, peer, message, now)
+        elif isinstance(message, messages.Heartbeat):
             peer.steps = message.steps
             if message.rooms and not peer.rooms:
                 self._host.send(link, messages.encode(messages.Heartbeat(self.steps, 0)))
-            return None
-        if isinstance(message, messages.Refused):
-            self.counters["frames_refused_by_peers"] += 1
-        return message
+        else:
+            self.counters["frames_refused_by_peers"] += isinstance(message, messages.Refused)
+            self._told(link, message, now)
 
     def _refuse_frame(self, link: str, reason: str) -> None:
         self.counters["refused_frames"] += 1
@@ -130,12 +129,16 @@ class Instance(Generic[H, R, J, P]):
     def _totals(self) -> dict[str, float]:
         return {f"{name}_total": float(value) for name, value in self.counters.items()}
 
-    def frame(self, link: str, body: bytes, now: float) -> None:
-        """A frame has come over a link."""
-        raise NotImplementedError
-
     def check_integrity(self) -> None:
         """Raise unless the books add up; call it when no request is live."""
+        raise NotImplementedError
+
+    def _received(self, link: str, peer: P, message: messages.RoomMessage, now: float) -> None:
+        """A message about a room has come."""
+        raise NotImplementedError
+
+    def _told(self, link: str, message: messages.Refused | messages.PathTest | messages.PathFailed, now: float) -> None:
+        """A message about a link has come."""
         raise NotImplementedError
 
     def _perform(self, room: R, action: Action, now: float) -> None:

@@ -161,31 +161,6 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         self._host.close(link)
         self._drop_link(link, reason, now)
 
-    def frame(self, link: str, body: bytes, now: float) -> None:
-        """A frame has come over a link."""
-        peer = self._peers.get(link)
-        if peer is None:
-            return
-        message = self._hear(link, body, peer, now)
-        if isinstance(message, messages.Message):
-            self._hear_of_room(link, peer, message, now)
-        elif isinstance(message, messages.Refused):
-            self._host.say(f"a decode instance dropped a frame: {message.reason}")
-        elif isinstance(message, messages.PathTest):
-            self._test_path(link, message.number, now)
-        elif isinstance(message, messages.PathFailed):
-            self._path_failed(link, message.reason, now)
-
-    def _hear_of_room(self, link: str, peer: _Peer, message: messages.RoomMessage, now: float) -> None:
-        if type(message) is messages.Claim:
-            self._claimed(link, peer, message, now)
-        elif type(message) is messages.Rebootstrap:
-            self._rebootstrap(link, peer, message, now)
-        elif type(message) is messages.SlotGrant and not peer.has(message):
-            self._refuse_frame(link, f"a slot that is not there was granted: {message}")
-        else:
-            self._received(link, message, now)
-
     def write_ended(self, id: int, error: str | None, now: float) -> None:
         """A write is over; `error` says why it failed."""
         tested = self._path_tests.pop(id, None)
@@ -273,7 +248,16 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         ):
             self._host.send(link, messages.encode(message))
 
-    def _received(self, link: str, message: messages.RoomMessage, now: float) -> None:
+    def _received(self, link: str, peer: _Peer, message: messages.RoomMessage, now: float) -> None:
+        if type(message) is messages.Claim:
+            self._claimed(link, peer, message, now)
+            return
+        if type(message) is messages.Rebootstrap:
+            self._rebootstrap(link, peer, message, now)
+            return
+        if type(message) is messages.SlotGrant and not peer.has(message):
+            self._refuse_frame(link, f"a slot that is not there was granted: {message}")
+            return
         room = self._rooms.get(message.room)
         if room is None or room.generation != message.generation:
             room = self._ending.get(message.generation)
@@ -282,6 +266,14 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
         elif isinstance(message, messages.Abort):
             acknowledgement = messages.AbortAck(message.room, message.generation)
             self._host.send(link, messages.encode(acknowledgement))
+
+    def _told(self, link: str, message: messages.Refused | messages.PathTest | messages.PathFailed, now: float) -> None:
+        if isinstance(message, messages.Refused):
+            self._host.say(f"a decode instance dropped a frame: {message.reason}")
+        elif isinstance(message, messages.PathTest):
+            self._test_path(link, message.number, now)
+        else:
+            self._path_failed(link, message.reason, now)
 
     def _fire(self, timed: Timed, now: float) -> None:
         if isinstance(timed, PrefillRoom):

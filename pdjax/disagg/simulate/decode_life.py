@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import repeat
 from typing import TYPE_CHECKING
 
@@ -46,7 +45,7 @@ class DecodeLife(Life[DecodeInstance]):
         self._places = [self.layout.places(SPEC, dp_rank) for dp_rank in range(self.layout.dp)]
         self._decoding: set[str] = set()
         self._texts: dict[str, list[int]] = {}  # what the pages of a request are to hold before it decodes
-        self._left: Counter[str] = Counter()  # how often a request has lost its pages
+        self._left: dict[str, int] = {}  # how often a request has lost its pages
 
     @property
     def at_rest(self) -> bool:
@@ -172,7 +171,7 @@ class DecodeLife(Life[DecodeInstance]):
             raise Violation(f"{self.name} scatters into pages that {rid} does not have", room.number)
         if first_page < grant.cached:
             raise Violation(f"{self.name} scatters into pages that {rid} shares with others", room.number)
-        if self.layout.ranks > 1:
+        if len(self._content) > 1:
             self._emptying.add(slot)
         arrival, landed = self._arrived[slot], self.slots.content[slot]
         plan = arrival.plan
@@ -210,10 +209,11 @@ class DecodeLife(Life[DecodeInstance]):
                     f"for {text[mine]}", room.number
                 )  # fmt: skip
         self.prefix.publish(rid, text, grant.pages)
-        if not self._left[rid]:
+        left = self._left.get(rid, 0)
+        if not left:
             self.clients.decode_started(room, rid)
         self._decoding.add(rid)
-        then = self._lose_pages if self._left[rid] < room.leaves else self._generated
+        then = self._lose_pages if left < room.leaves else self._generated
         self.world.after(room.generates, self.receive, then, rid)
 
     def _lose_pages(self, rid: str) -> None:
@@ -223,7 +223,7 @@ class DecodeLife(Life[DecodeInstance]):
         room, grant = self.rooms[rid], self._granted.pop(rid)
         self.clients.faults["pages lost"] += 1
         self._decoding.discard(rid)
-        self._left[rid] += 1
+        self._left[rid] = self._left.get(rid, 0) + 1
         self.prefix.end(rid, self._texts[rid], grant.pages)
         text = self._texts[rid] = room.tokens + room.outputs
         ask = DecodeAsk(

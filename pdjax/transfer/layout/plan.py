@@ -78,7 +78,7 @@ class TransferPlan:
 
     def pages(self, chunk: Chunk, page_class: int) -> range:
         """Which pages of a chunk a piece of this class moves: those of its class that the window still reaches."""
-        first = max(chunk.first_page, self.spec.first_page(chunk.prompt_tokens))
+        first = self._first_page(chunk)
         first += (page_class - first) % self.page_stride
         return range(first, max(first, chunk.first_page + chunk.pages), self.page_stride)
 
@@ -104,12 +104,18 @@ class TransferPlan:
     def transfers(self, chunk: Chunk) -> list[Transfer]:
         """What is written for a chunk: every piece that has a page in it. Two ranks have at most one piece in common,
         and so one write a chunk. The list is the same for many chunks: leave it as it is."""
-        first = max(chunk.first_page, self.spec.first_page(chunk.prompt_tokens))
+        first = self._first_page(chunk)
         shape = first % self.page_stride, max(0, chunk.first_page + chunk.pages - first)
         known = self._transfers.get(shape)
         if known is None:
             known = self._transfers[shape] = self._transfers_of(chunk)
         return known
+
+    def _first_page(self, chunk: Chunk) -> int:
+        """The first page of a chunk that the window still reaches."""
+        return (
+            max(chunk.first_page, self.spec.first_page(chunk.prompt_tokens)) if self.spec.window else chunk.first_page
+        )
 
     def _transfers_of(self, chunk: Chunk) -> list[Transfer]:
         here = {rank: _by_part(self.gathers(rank, chunk), place) for rank, place in self.source_places.items()}
