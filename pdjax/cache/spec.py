@@ -10,7 +10,7 @@ import msgspec
 _WORD_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-class StateSpec(msgspec.Struct, frozen=True):
+class StateSpec(msgspec.Struct, frozen=True, cache_hash=True):
     """A paged key-value state: pool axes [layer, page, head, K|V, slot in page, head_dim].
 
     `dtype` is the type of the values; 2-byte types are stored as uint16 words (see `word_dtype`).

@@ -47,7 +47,7 @@ class Place:
         return pages * self.layers.count * self.heads.count * spec.run_words * spec.word_bytes
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Layout(msgspec.Struct, frozen=True, cache_hash=True):
     """How an instance's ranks share a state; the numbers are sizes of mesh axes.
 
     Ranks count with `pp` outermost, then `dp`, `cp` and, innermost, `tp`. A page is what one rank has of a page of the
