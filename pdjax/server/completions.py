@@ -54,7 +54,9 @@ async def completions(service: Service, exchange: Exchange, body: bytes) -> None
     run = service.run(jobs)
     answer = _Answer(service, request, opening, run, [echoes[job.prompt] for job in jobs])
     if request.stream and service.leader.role != "prefill":
-        await send_stream(exchange, run, opening, request.pdjax_resume, say=answer.say, close=answer.close)
+        await send_stream(
+            exchange, run, opening, request.pdjax_resume, say=answer.say, close=answer.close, recall=answer.say
+        )
     else:
         await exchange.answer(200, encode_json(answer.whole(await run.finish(request.pdjax_resume))))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 
@@ -34,11 +33,7 @@ class Run:
         self._inbox: Inbox
 
     def replay(self, resume: Resume) -> Iterator[Delta]:
-        """Take in what other instances have told of the samples; to be called before entering.
-
-        Samples go on after it, and those that had ended are not run. A prefill instance runs those of which nothing was
-        told: for the others the decode instance asks by itself.
-        """
+        """Take in what other instances have told of the samples, before entering: they go on after it."""
         ago = time.time() - resume.began
         for output in self.outputs:
             output.started -= ago
@@ -46,8 +41,12 @@ class Run:
             output = self.outputs[int(frame.rid)]
             yield self._texts[output.job.rid].add(frame)
             output.last_token = time.monotonic()
-            if self._leader.role == "prefill":
-                output.finish = {"type": "length", "length": len(output.token_ids)}
+
+    def pass_over(self, resume: Resume) -> None:
+        """On a prefill instance, before entering: run no sample that has begun elsewhere. Its decode instance asks for
+        its pages by itself."""
+        for frame in resume.told:
+            self.outputs[int(frame.rid)].finish = {"type": "length", "length": 0}
 
     def __enter__(self) -> Run:
         left = [output for output in self.outputs if output.finish is None]
@@ -91,13 +90,13 @@ class Run:
             return delta
 
     async def finish(self, resume: Resume | None = None) -> list[Output]:
-        """Enter, and wait for the end of all samples; `resume` is for `replay`.
+        """Enter, and wait for the end of all samples; `resume` is for `pass_over`.
 
         Raises:
             HttpError: a sample has failed.
         """
         if resume is not None:
-            deque(self.replay(resume), maxlen=0)
+            self.pass_over(resume)
         with self:
             while not self.done:
                 await self.next()

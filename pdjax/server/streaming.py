@@ -8,6 +8,7 @@ that says, and goes on from there. So it does not matter what the code holds bac
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -20,6 +21,9 @@ from pdjax.web import OPENING, RESUMABLE, TOLD, Exchange, HttpError, encode_json
 if TYPE_CHECKING:
     from pdjax.server.output import Delta
     from pdjax.server.run import Run
+
+
+REPLAYED = 200  # frames in one go, some milliseconds: other streams must not stand still
 
 
 class Resume(msgspec.Struct):
@@ -72,8 +76,10 @@ async def send_stream(
     *,
     say: Callable[[Delta], bytes],
     close: Callable[[], bytes],
+    recall: Callable[[Delta], object] | None = None,
 ) -> None:
     """Run the samples, and send what `say` makes of each piece, then what `close` adds at the end: events, whole ones.
+    `recall` is called with each piece that was told elsewhere, if what follows depends on these.
 
     Raises:
         HttpError: a sample has failed.
@@ -81,8 +87,11 @@ async def send_stream(
     noted = any(name == RESUMABLE for name, _ in exchange.headers)
     head = OPENING + encode_json(opening) + b"\n\n" if noted else b""
     if resume is not None:
-        for delta in run.replay(resume):
-            say(delta)
+        for count, delta in enumerate(run.replay(resume)):
+            if recall is not None:
+                recall(delta)
+            if count % REPLAYED == REPLAYED - 1:
+                await asyncio.sleep(0)
     with run:
         while not run.done:
             delta = await run.next()

@@ -283,14 +283,15 @@ class Stream(threading.Thread):
         return (told, last["usage"]["total_tokens"]), logprobs
 
 
+# In so many tokens no two are so close that the last bits of what is computed again decide between them.
 CHAT = {
     "messages": [{"role": "user", "content": "hi"}],
-    "n": 2, "seed": 3, "max_tokens": 1000, "ignore_eos": True, "logprobs": True, "stop": ["no such text"],
+    "n": 2, "seed": 3, "max_tokens": 1500, "ignore_eos": True, "logprobs": True, "stop": ["no such text"],
     "frequency_penalty": 0.1, "stream_options": {"include_usage": True},
 }  # fmt: skip
 GENERATE = {
     "input_ids": LONG[0],
-    "sampling_params": {"max_new_tokens": 1000, "temperature": 0.8, "seed": 5, "ignore_eos": True},
+    "sampling_params": {"max_new_tokens": 1500, "temperature": 0.8, "seed": 5, "ignore_eos": True},
 }
 
 
@@ -305,7 +306,9 @@ def test_streams_go_on_at_the_other_decode_instance_as_if_nothing_had_happened(
         ]
         one = Stream(front, "/v1/chat/completions", CHAT)
         until(lambda: len(one.samples[1]) > 5, front)
-        victim, other = sorted(fleet.decode, key=lambda part: -part.metrics()["pdjax_running_requests"])
+        running = lambda part: part.metrics()["pdjax_running_requests"]  # noqa: E731
+        until(lambda: max(map(running, fleet.decode)) == 2, front)  # its two samples, and nothing older
+        victim, other = sorted(fleet.decode, key=running, reverse=True)
         ask(front, [1, 2], 1, stream=False, rid="between").join(30)  # instances take turns
         two = Stream(front, "/generate", GENERATE)
         until(lambda: len(two.samples[0]) > 5, front)
