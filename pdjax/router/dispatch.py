@@ -323,7 +323,9 @@ class Dispatcher:
         idle = asyncio.timeout(self._idle_seconds)
         try:
             async with idle:
-                return await response.content.readany()
+                data = await response.content.readany()
+                decode.silent_probes = 0  # however long its health takes: it does not hang
+                return data
         except TimeoutError as error:
             limit = f"sent nothing for {self._idle_seconds:g} s" if idle.expired() else "was over --request-timeout"
             raise HttpError(504, f"{decode.name} {limit}") from error

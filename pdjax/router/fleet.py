@@ -37,7 +37,7 @@ class Instance:
         info: its ``/server_info``, read each time it comes up.
         outstanding: calls in progress.
         turn: when it was last chosen, as a count of choices; 0 if not since it came up.
-        silent_probes: how many probes in a row it has not answered.
+        silent_probes: how many probes in a row it has not answered, while no stream has come from it either.
         waiting: who waits for its words; each is called with a sentence once it counts as hung.
     """
 

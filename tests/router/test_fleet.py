@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+from aiohttp import web
 from upstream import PATIENCE, Client, RouterProcess, Upstream, answer_ok, message, streams, wait_until, waits_forever
 
 from pdjax.router.app import serve
@@ -135,6 +136,24 @@ def test_whoever_waits_for_an_instance_that_hangs_is_told(stack, role, whole):
     status, body = router.request("/generate", {"text": "x"})
     assert status == 504 and stuck.url in message(body), body
     assert time.monotonic() - started < PATIENCE
+
+
+def test_who_streams_does_not_hang_although_its_health_is_not_answered(stack):
+    prefill, decode = start(stack, "prefill"), start(stack, "decode")
+    router = route(stack, [prefill.url], [decode.url])
+    router.wait_until_ready()
+
+    async def slowly(request, body):
+        decode.health_status = 504  # each such answer counts as a silence
+        response = web.StreamResponse(headers={"content-type": "text/event-stream"})
+        await response.prepare(request)
+        for _ in range(16):
+            await response.write(b"data: 1\n\n")
+            await asyncio.sleep(0.25)
+        return response
+
+    decode.handle = slowly
+    assert router.request("/generate", {"text": "x", "stream": True}) == (200, 16 * b"data: 1\n\n")
 
 
 def test_an_instance_of_the_wrong_role_is_not_used_and_the_reason_is_told(stack):
