@@ -16,7 +16,7 @@ from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import Rank, in_order
 from pdjax.kernels import native
 from pdjax.transfer.backend import PeerLost, TransferError, Write, WriteDone, WriteFailed
-from pdjax.transfer.checksum import Algorithm, xxh3
+from pdjax.transfer.checksum import xxh3
 from pdjax.transfer.layout import Block, Chunk, Layout, Span, Transfer, TransferPlan, block_layers
 from pdjax.transfer.path_test import CELL, PATH_REGION, PathTestCells
 from pdjax.transfer.slot_memory import Device, SlotMemory
@@ -207,7 +207,7 @@ class Sender:
                 heads=range(piece.heads.start - place.heads.start, piece.heads.stop - place.heads.start),
                 layers=range(piece.layers.start - place.layers.start, piece.layers.stop - place.layers.start),
             )
-            checksum: tuple[Algorithm, int] | None = None
+            checksum: messages.Checksum | None = None
             if self._verify:
                 checksum = "xxh3", xxh3(address, transfer.nbytes)
         self._write(order, peer, number, transfer, checksum, nbytes=0)
@@ -227,7 +227,7 @@ class Sender:
         peer: _Peer,
         number: int,
         transfer: Transfer,
-        checksum: tuple[Algorithm, int] | None,
+        checksum: messages.Checksum | None,
         *,
         nbytes: int,
     ) -> None:

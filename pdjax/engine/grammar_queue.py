@@ -33,5 +33,8 @@ class GrammarQueue:
 
     def discard(self, request: Request) -> bool:
         """A request waits no longer. False: it did not."""
-        number = next((number for number, other in self._waiting.items() if other is request), None)
-        return number is not None and self._waiting.pop(number) is request
+        for number, other in self._waiting.items():
+            if other is request:
+                del self._waiting[number]
+                return True
+        return False

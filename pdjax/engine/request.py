@@ -79,7 +79,7 @@ class Request:
             priority=message.priority,
             deadline_s=message.deadline_s,
             sample_of=message.sample_of,
-            output_ids=message.output_ids,
+            output_ids=list(message.output_ids),
             wanted_rank=message.dp_rank,
             # Log-probabilities of a prompt's tokens come from computing them.
             use_cache=not message.prompt_logprobs,

@@ -44,7 +44,9 @@ def start_backend(
         problem = "Transfer.device_memory is never"
         if how != "never":
             options = replace(options, gpu=device.local_hardware_id, gpu_over_tcp=how == "always")
-            problem = problem_with_device_memory(devices, lambda post: create(config.transfer.backend, post, options))
+            problem = problem_with_device_memory(
+                devices, lambda on_event: create(config.transfer.backend, on_event, options)
+            )
         where = f"; slots are in the {device.platform}'s memory"
         if problem is not None:
             options = replace(options, gpu=None)

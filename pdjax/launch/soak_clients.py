@@ -115,14 +115,16 @@ class Client(threading.Thread):
             if answer.get("output_ids") != expected:
                 self._tally.wrong.append(f"{kind}: {json.dumps(body)}: {answer.get('output_ids')}, not {expected}")
 
+    def _connection(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self._world.router, timeout=self._world.bound + 30.0)
+
     def _post(self, body: dict[str, Any]) -> tuple[int, Any]:
         return post(self._world.router, "/generate", body, self._world.bound + 30.0)
 
     def _read(self, body: dict[str, Any]) -> tuple[int, Any]:
         """Read a stream to its end; returns its last event. Each must have one token more than the one before."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._world.router, timeout=self._world.bound + 30.0)
-        with contextlib.closing(connection):
-            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+        with contextlib.closing(self._connection()) as connection:
+            _send(connection, body)
             response = connection.getresponse()
             if response.status != 200:
                 return response.status, json.loads(response.read())
@@ -153,11 +155,11 @@ class Client(threading.Thread):
 
     def _leave(self, kind: str, body: dict[str, Any]) -> None:
         """Read a stream for a while, then go: by a request to abort it, or without a word."""
-        connection = http.client.HTTPConnection("127.0.0.1", self._world.router, timeout=self._world.bound + 30.0)
+        connection = self._connection()
         patience = self._random.randrange(6)
         response = None
         try:
-            connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})
+            _send(connection, body)
             if patience:
                 response = connection.getresponse()
                 for _ in range(2 * patience):
@@ -198,3 +200,7 @@ class Client(threading.Thread):
     def _ids(self, count: int, draw: random.Random | None = None) -> list[int]:
         draw = draw or self._random
         return [draw.randrange(self._world.vocabulary) for _ in range(count)]
+
+
+def _send(connection: http.client.HTTPConnection, body: dict[str, Any]) -> None:
+    connection.request("POST", "/generate", json.dumps(body), {"Content-Type": "application/json"})

@@ -7,16 +7,16 @@ from typing import Any
 from pdjax.server.chat_request import NEUTRAL, ChatRequest, conversation_text
 from pdjax.server.jobs import Ask, Job, make_jobs, new_rid
 from pdjax.server.logprobs import chat_logprobs
-from pdjax.server.openai_fields import check_common, finish_reason, meta_info, running_usage, usage
+from pdjax.server.openai_fields import check_common, end_of_stream, finish_reason, meta_info, running_usage, usage
 from pdjax.server.output import Delta, Output, Top
 from pdjax.server.parse import read
 from pdjax.server.run import Run
 from pdjax.server.service import Service
-from pdjax.server.streaming import Opening, check_resume, send_stream
+from pdjax.server.streaming import Opening, send_stream
 from pdjax.server.structured import response_grammar
 from pdjax.server.tool_choice import ToolUse, tool_use
 from pdjax.server.tools import ToolCall, ToolCallFinder, parse
-from pdjax.web import DONE, Exchange, HttpError, encode_json, event
+from pdjax.web import Exchange, HttpError, encode_json, event
 
 
 async def chat(service: Service, exchange: Exchange, body: bytes) -> None:
@@ -35,17 +35,13 @@ async def chat(service: Service, exchange: Exchange, body: bytes) -> None:
     use = tool_use(request.tools, request.tool_choice, parallel=request.parallel_tool_calls is not False)
     rid = request.rid or new_rid("chatcmpl")
     jobs = await _jobs(service, request, use, rid)
-    vocabulary = service.instance.vocabulary_size
-    check_resume(request.pdjax_resume, samples=len(jobs), vocabulary=vocabulary, stream=request.stream)
+    run = service.run(jobs, resume=request.pdjax_resume, stream=request.stream)
     opening = Opening.of(rid, request.pdjax_resume, id=rid)
-    run = service.run(jobs)
     answer = _Answer(service, request, use, opening, run)
-    if request.stream and service.leader.role != "prefill":
-        await send_stream(
-            exchange, run, opening, request.pdjax_resume, say=answer.say, close=answer.close, recall=answer.say
-        )
+    if service.streams(request.stream):
+        await send_stream(exchange, run, opening, say=answer.say, close=answer.close, recall=answer.say)
     else:
-        await exchange.answer(200, encode_json(answer.whole(await run.finish(request.pdjax_resume))))
+        await exchange.answer(200, encode_json(answer.whole(await run.finish())))
 
 
 async def _jobs(service: Service, request: ChatRequest, use: ToolUse, rid: str) -> list[Job]:
@@ -155,11 +151,8 @@ class _Answer:
 
     def close(self) -> bytes:
         """The end of a stream."""
-        if not self._wants_usage:
-            return DONE
-        outputs = self._run.outputs
-        last = {"choices": [], "usage": usage(outputs), "meta_info": meta_info(outputs)}
-        return event(self._head | {"object": "chat.completion.chunk"} | last) + DONE
+        head = self._head | {"object": "chat.completion.chunk"}
+        return end_of_stream(head, self._run.outputs, with_usage=self._wants_usage)
 
     def _event(
         self, output: Output, delta: dict[str, Any], logprobs: dict[str, Any] | None = None, **end: Any

@@ -7,15 +7,23 @@ from typing import Any
 from pdjax.server.jobs import MAX_TOP_LOGPROBS, Ask, Job, make_jobs, new_rid
 from pdjax.server.logprobs import CompletionLogprobs
 from pdjax.server.native import token_prompts
-from pdjax.server.openai_fields import CommonFields, check_common, finish_reason, meta_info, running_usage, usage
+from pdjax.server.openai_fields import (
+    CommonFields,
+    check_common,
+    end_of_stream,
+    finish_reason,
+    meta_info,
+    running_usage,
+    usage,
+)
 from pdjax.server.output import Delta, Output, Top
 from pdjax.server.parse import read
 from pdjax.server.ranges import AtLeastZero, Samples, TopCount
 from pdjax.server.run import Run
 from pdjax.server.service import Service
-from pdjax.server.streaming import Opening, check_resume, send_stream
+from pdjax.server.streaming import Opening, send_stream
 from pdjax.server.structured import response_grammar
-from pdjax.web import DONE, Exchange, HttpError, encode_json, event
+from pdjax.web import Exchange, HttpError, encode_json, event
 
 DEFAULT_MAX_TOKENS = 16
 NEUTRAL: dict[str, tuple[Any, ...]] = {"suffix": ("",)}
@@ -48,17 +56,13 @@ async def completions(service: Service, exchange: Exchange, body: bytes) -> None
     prompts = await _prompts(service, request.prompt)
     rids = _rids(request.rid, len(prompts))
     jobs, echoes = _jobs(service, request, prompts, rids)
-    vocabulary = service.instance.vocabulary_size
-    check_resume(request.pdjax_resume, samples=len(jobs), vocabulary=vocabulary, stream=request.stream)
+    run = service.run(jobs, resume=request.pdjax_resume, stream=request.stream)
     opening = Opening.of(rids, request.pdjax_resume, id=new_rid("cmpl"))
-    run = service.run(jobs)
     answer = _Answer(service, request, opening, run, [echoes[job.prompt] for job in jobs])
-    if request.stream and service.leader.role != "prefill":
-        await send_stream(
-            exchange, run, opening, request.pdjax_resume, say=answer.say, close=answer.close, recall=answer.say
-        )
+    if service.streams(request.stream):
+        await send_stream(exchange, run, opening, say=answer.say, close=answer.close, recall=answer.say)
     else:
-        await exchange.answer(200, encode_json(answer.whole(await run.finish(request.pdjax_resume))))
+        await exchange.answer(200, encode_json(answer.whole(await run.finish())))
 
 
 def _rids(rid: str | list[str] | None, count: int) -> list[str]:
@@ -155,11 +159,7 @@ class _Answer:
 
     def close(self) -> bytes:
         """The end of a stream."""
-        if not self._wants_usage:
-            return DONE
-        outputs = self._run.outputs
-        last = {"choices": [], "usage": usage(outputs), "meta_info": meta_info(outputs)}
-        return event(self._head | last) + DONE
+        return end_of_stream(self._head, self._run.outputs, with_usage=self._wants_usage)
 
     def _choice(
         self,

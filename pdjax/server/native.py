@@ -13,7 +13,7 @@ from pdjax.server.parse import convert, read, refuse_unsupported
 from pdjax.server.ranges import Priority, Seconds
 from pdjax.server.sampling import SamplingFields
 from pdjax.server.service import Service
-from pdjax.server.streaming import Opening, Resume, check_resume, send_stream
+from pdjax.server.streaming import Opening, Resume, send_stream
 from pdjax.web import DONE, Exchange, HttpError, encode_json, event
 
 DEFAULT_MAX_TOKENS = 128
@@ -86,8 +86,7 @@ async def generate(service: Service, exchange: Exchange, body: bytes) -> None:
         bootstrap=Bootstrap(request.bootstrap_host, request.bootstrap_port, request.bootstrap_room),
         default_max=DEFAULT_MAX_TOKENS,
     )
-    vocabulary = service.instance.vocabulary_size
-    check_resume(request.pdjax_resume, samples=len(jobs), vocabulary=vocabulary, stream=request.stream)
+    run = service.run(jobs, resume=request.pdjax_resume, stream=request.stream)
     several = batch or len(jobs) > 1
     logprobs = [shown[job.prompt] for job in jobs]
 
@@ -96,12 +95,11 @@ async def generate(service: Service, exchange: Exchange, body: bytes) -> None:
         piece = answer(delta.output, logprobs[index])
         return event(piece | {"index": index} if several else piece)
 
-    run = service.run(jobs)
-    if request.stream and service.leader.role != "prefill":
+    if service.streams(request.stream):
         opening = Opening.of([ask.rid for ask in asks], request.pdjax_resume)
-        await send_stream(exchange, run, opening, request.pdjax_resume, say=say, close=lambda: DONE)
+        await send_stream(exchange, run, opening, say=say, close=lambda: DONE)
     else:
-        outputs = await run.finish(request.pdjax_resume)
+        outputs = await run.finish()
         answers = [answer(output, logprobs[output.index]) for output in outputs]
         await exchange.answer(200, encode_json(answers if several else answers[0]))
 

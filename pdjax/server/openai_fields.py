@@ -27,7 +27,7 @@ from pdjax.server.ranges import (
 from pdjax.server.sampling import SamplingFields
 from pdjax.server.streaming import Resume
 from pdjax.server.structured import ResponseFormat
-from pdjax.web import HttpError
+from pdjax.web import DONE, HttpError, event
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
@@ -160,6 +160,13 @@ def usage(outputs: Sequence[Output]) -> dict[str, Any]:
         completion=sum(len(output.token_ids) for output in outputs),
         cached=sum(output.cached_tokens for output in first),
     )
+
+
+def end_of_stream(head: dict[str, Any], outputs: Sequence[Output], *, with_usage: bool) -> bytes:
+    """The last events of a stream, of which the one with the usage begins like all others."""
+    if not with_usage:
+        return DONE
+    return event(head | {"choices": [], "usage": usage(outputs), "meta_info": meta_info(outputs)}) + DONE
 
 
 def running_usage(output: Output) -> dict[str, Any]:

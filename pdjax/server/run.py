@@ -20,37 +20,52 @@ from pdjax.server.vocabulary import Vocabulary
 class Run:
     """The samples of one request, running. A context manager: leaving it aborts what has not ended.
 
+    Args:
+        resume: what other instances have told of them; see `replay`.
+
     Raises:
         HttpError: on entry, if the engine can't take the jobs.
     """
 
-    def __init__(self, leader: Leader, vocabulary: Vocabulary, metrics: Metrics, jobs: Sequence[Job]) -> None:
+    def __init__(
+        self,
+        leader: Leader,
+        vocabulary: Vocabulary,
+        metrics: Metrics,
+        jobs: Sequence[Job],
+        resume: Resume | None = None,
+    ) -> None:
         self.outputs = [Output(i, job) for i, job in enumerate(jobs)]
         self._leader = leader
         self._metrics = metrics
+        self._resume = resume
         self._texts = {output.job.rid: SampleText(output, vocabulary) for output in self.outputs}
         self._submitted = self._running = 0
         self._inbox: Inbox
 
-    def replay(self, resume: Resume) -> Iterator[Delta]:
+    def replay(self) -> Iterator[Delta]:
         """Take in what other instances have told of the samples, before entering: they go on after it."""
-        ago = time.time() - resume.began
+        if self._resume is None:
+            return
+        ago = time.time() - self._resume.began
         for output in self.outputs:
             output.started -= ago
-        for frame in resume.told:
+        for frame in self._resume.told:
             output = self.outputs[int(frame.rid)]
             yield self._texts[output.job.rid].add(frame)
             output.last_token = time.monotonic()
 
-    def pass_over(self, resume: Resume) -> None:
+    def _pass_over(self) -> None:
         """On a prefill instance, before entering: run no sample that has begun elsewhere. Its decode instance asks for
         its pages by itself."""
-        for frame in resume.told:
+        for frame in self._resume.told if self._resume is not None else ():
             self.outputs[int(frame.rid)].finish = {"type": "length", "length": 0}
 
     def __enter__(self) -> Run:
         left = [output for output in self.outputs if output.finish is None]
-        requests = [msgspec.structs.replace(each.job.generate, output_ids=each.token_ids) for each in left]
+        requests = [each.job.generate for each in left]
+        if self._resume is not None:
+            requests = [msgspec.structs.replace(each.job.generate, output_ids=each.token_ids) for each in left]
         self._inbox = self._leader.submit(requests)
         self._submitted = self._running = len(left)
         self._metrics.running.inc(self._submitted)
@@ -89,14 +104,13 @@ class Run:
                     self._inbox.close(frame.rid, "a stop string was found")
             return delta
 
-    async def finish(self, resume: Resume | None = None) -> list[Output]:
-        """Enter, and wait for the end of all samples; `resume` is for `pass_over`.
+    async def finish(self) -> list[Output]:
+        """Enter, and wait for the end of all samples.
 
         Raises:
             HttpError: a sample has failed.
         """
-        if resume is not None:
-            self.pass_over(resume)
+        self._pass_over()
         with self:
             while not self.done:
                 await self.next()

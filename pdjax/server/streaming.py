@@ -53,10 +53,8 @@ class Opening(msgspec.Struct):
         return cls(rid, id, time.time()) if resume is None else cls(rid, resume.id, resume.began)
 
 
-def check_resume(resume: Resume | None, *, samples: int, vocabulary: int, stream: bool | None) -> None:
+def check_resume(resume: Resume, *, samples: int, vocabulary: int, stream: bool | None) -> None:
     """Raise `HttpError` 400 unless a request of so many samples can go on so. `vocabulary` is its size."""
-    if resume is None:
-        return
     if not stream:
         raise HttpError(400, "pdjax_resume: only with stream set to true")
     for frame in resume.told:
@@ -72,7 +70,6 @@ async def send_stream(
     exchange: Exchange,
     run: Run,
     opening: Opening,
-    resume: Resume | None,
     *,
     say: Callable[[Delta], bytes],
     close: Callable[[], bytes],
@@ -86,12 +83,11 @@ async def send_stream(
     """
     noted = any(name == RESUMABLE for name, _ in exchange.headers)
     head = OPENING + encode_json(opening) + b"\n\n" if noted else b""
-    if resume is not None:
-        for count, delta in enumerate(run.replay(resume)):
-            if recall is not None:
-                recall(delta)
-            if count % REPLAYED == REPLAYED - 1:
-                await asyncio.sleep(0)
+    for count, delta in enumerate(run.replay()):
+        if recall is not None:
+            recall(delta)
+        if count % REPLAYED == REPLAYED - 1:
+            await asyncio.sleep(0)
     with run:
         while not run.done:
             delta = await run.next()

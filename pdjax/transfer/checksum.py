@@ -53,6 +53,11 @@ def compile_mixed_sum(words: int, dtype: np.dtype, place: Sharding) -> Compiled:
     return jax.jit(mixed_sum).lower(jax.ShapeDtypeStruct((words,), dtype, sharding=place), number, number).compile()
 
 
+def in_words(offset: int, nbytes: int, itemsize: int) -> tuple[np.uint32, np.uint32]:
+    """A range in bytes as `mixed_sum` takes it."""
+    return np.uint32(offset // itemsize), np.uint32(nbytes // itemsize)
+
+
 def as_number(sums: jax.Array) -> int:
     """What a notice carries, 64 bits. Waits for them."""
     high, low = np.asarray(sums).tolist()

@@ -14,7 +14,7 @@ from jax.sharding import SingleDeviceSharding
 from pdjax.transfer import cuda
 from pdjax.transfer.backend import TransferBackend, TransferError
 from pdjax.transfer.bounce import Bounce
-from pdjax.transfer.checksum import Algorithm, as_number, compile_mixed_sum, mixed_sum, xxh3
+from pdjax.transfer.checksum import Algorithm, as_number, in_words, mixed_sum, xxh3
 from pdjax.transfer.slot_memory import Device, SlotMemory
 
 
@@ -88,7 +88,7 @@ class HostRing:
         """See `Ring`."""
         if algorithm == "xxh3":
             return xxh3(self._place(slot) + offset, nbytes)
-        first, count = _in_words(offset, nbytes, self._words.itemsize)
+        first, count = in_words(offset, nbytes, self._words.itemsize)
         return as_number(self._mixed_sum(self.landed(slot, int(first + count)), first, count))
 
     def check_integrity(self) -> None:
@@ -113,16 +113,14 @@ class DeviceRing:
         backend.register_device_memory(region, self._address, self._ring.nbytes, writable=True)
         self._flush = cuda.flush_of(device.local_hardware_id) if device.platform == "gpu" else None
         ring = jax.ShapeDtypeStruct(shape, dtype, sharding=place)
-        number = jax.ShapeDtypeStruct((), np.int32)
+        number, unsigned = jax.ShapeDtypeStruct((), np.int32), jax.ShapeDtypeStruct((), np.uint32)
         self._cut = jax.jit(_cut, out_shardings=place).lower(ring, number).compile()
         self._zeros = jax.jit(lambda: jnp.zeros(shape[1], dtype), out_shardings=place).lower().compile()
-        self._mixed_sum = compile_mixed_sum(shape[1], dtype, place)
+        self._mixed_sum = jax.jit(_sum_within).lower(ring, number, unsigned, unsigned).compile()
 
     def landed(self, slot: int, words: int) -> jax.Array:
         """See `Ring`: a copy within the device."""
-        if self._flush is not None:
-            self._flush()
-        return self._cut(self._ring, np.int32(slot))
+        return self._cut(self._seen(), np.int32(slot))
 
     def zeros(self, slot: int) -> jax.Array:
         """See `Ring`."""
@@ -130,16 +128,20 @@ class DeviceRing:
 
     def checksum(self, algorithm: Algorithm, slot: int, offset: int, nbytes: int) -> int:
         """See `Ring`. For XXH3 the slot is copied to the host."""
-        first, count = _in_words(offset, nbytes, self._itemsize)
-        landed = self.landed(slot, int(first + count))
         if algorithm == "xxh3":
-            copy = np.asarray(landed)
+            copy = np.asarray(self.landed(slot, self._ring.shape[1]))
             return xxh3(copy.ctypes.data + offset, nbytes)
-        return as_number(self._mixed_sum(landed, first, count))
+        return as_number(self._mixed_sum(self._seen(), np.int32(slot), *in_words(offset, nbytes, self._itemsize)))
 
     def check_integrity(self) -> None:
         """See `Ring`."""
         check_place("a ring", self._ring, self._address)
+
+    def _seen(self) -> jax.Array:
+        """The ring, of which the device sees all that has landed."""
+        if self._flush is not None:
+            self._flush()
+        return self._ring
 
 
 def check_place(what: str, array: jax.Array, address: int) -> None:
@@ -152,8 +154,8 @@ def _cut(ring: jax.Array, slot: jax.Array) -> jax.Array:
     return jax.lax.dynamic_index_in_dim(ring, slot, keepdims=False)
 
 
-def _in_words(offset: int, nbytes: int, itemsize: int) -> tuple[np.uint32, np.uint32]:
-    return np.uint32(offset // itemsize), np.uint32(nbytes // itemsize)
+def _sum_within(ring: jax.Array, slot: jax.Array, first: jax.Array, count: jax.Array) -> jax.Array:
+    return mixed_sum(_cut(ring, slot), first, count)
 
 
 def _page_lock(device: Device, address: int, nbytes: int) -> None:

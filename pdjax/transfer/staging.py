@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pdjax.kernels import gather_pages, scatter_pages
 from pdjax.transfer.backend import TransferBackend
 from pdjax.transfer.bounce import Bounce
-from pdjax.transfer.checksum import Algorithm, as_number, compile_mixed_sum, xxh3
+from pdjax.transfer.checksum import Algorithm, as_number, compile_mixed_sum, in_words, xxh3
 from pdjax.transfer.layout import Block, Span
 from pdjax.transfer.rings import check_place, make_ring
 from pdjax.transfer.slot_memory import Device, SlotMemory, memory_of
@@ -133,8 +133,7 @@ class SourceStaging:
         """Of a range, in bytes, of a slot that `wait` has returned for."""
         if self.memory is not SlotMemory.DIRECT:
             return "xxh3", xxh3(self._addresses[slot] + offset, nbytes)
-        first, count = np.uint32(offset // self._itemsize), np.uint32(nbytes // self._itemsize)
-        return "mixed_sum", as_number(self._mixed_sum(self._arrays[slot], first, count))
+        return "mixed_sum", as_number(self._mixed_sum(self._arrays[slot], *in_words(offset, nbytes, self._itemsize)))
 
     def gather(self, slot: int, shard: jax.Array, parts: Sequence[Part]) -> None:
         """Begin to fill a slot with pages of the rank's part of the pool."""

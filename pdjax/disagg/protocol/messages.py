@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable
 from typing import Literal
 
 import msgspec
@@ -211,21 +210,20 @@ class ProtocolError(Exception):
     """A frame that does not parse, or a peer that does not fit."""
 
 
+_encoder = msgspec.msgpack.Encoder()
 _messages = msgspec.msgpack.Decoder(LinkMessage)
 _notices = msgspec.msgpack.Decoder(Notice)
 _registrations = msgspec.msgpack.Decoder(Registration)
 
 
-# MessagePack bytes.
-encode: Callable[[LinkMessage | Notice | Registration], bytes] = msgspec.msgpack.Encoder().encode
+def encode(message: LinkMessage | Notice | Registration) -> bytes:
+    """MessagePack bytes."""
+    return _encoder.encode(message)
 
 
 def decode_message(body: bytes) -> LinkMessage:
     """Parse a frame of the link. Raises `ProtocolError`."""
-    try:
-        return _messages.decode(body)
-    except (msgspec.DecodeError, ValueError) as error:
-        raise ProtocolError(f"a frame of {len(body)} bytes does not parse: {error}") from error
+    return _parse(_messages, body)
 
 
 def decode_notice(body: bytes) -> Notice:

@@ -39,4 +39,4 @@ class Room(Timed):
         if new not in LEGAL[self.state]:
             raise ValueError(f"a room cannot go from {self.state.name} to {new.name}")
         self.state = new
-        self.ended = not LEGAL[new]
+        self.ended = new.final

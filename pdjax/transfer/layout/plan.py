@@ -113,9 +113,7 @@ class TransferPlan:
 
     def _first_page(self, chunk: Chunk) -> int:
         """The first page of a chunk that the window still reaches."""
-        return (
-            max(chunk.first_page, self.spec.first_page(chunk.prompt_tokens)) if self.spec.window else chunk.first_page
-        )
+        return max(chunk.first_page, self.spec.first_page(chunk.prompt_tokens))
 
     def _transfers_of(self, chunk: Chunk) -> list[Transfer]:
         here = {rank: _by_part(self.gathers(rank, chunk), place) for rank, place in self.source_places.items()}

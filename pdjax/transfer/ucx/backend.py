@@ -81,8 +81,7 @@ class UcxBackend:
         there = seen(self._ucp)
         devices = choose(options.devices, there)
         self.device_memory = options.gpu is not None
-        problem = problem_with_gpus(there, devices, over_tcp=options.gpu_over_tcp)
-        if self.device_memory and problem is not None:
+        if self.device_memory and (problem := problem_with_gpus(there, devices, over_tcp=options.gpu_over_tcp)):
             raise TransferError(problem)
         kinds = options.transports or transports(there, devices, gpu=self.device_memory)
         self.summary = _summary(self._ucp, kinds, devices or list(networks(there)), self.device_memory)

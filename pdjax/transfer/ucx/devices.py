@@ -62,10 +62,7 @@ def problem_with_gpus(resources: list[Resource], devices: list[str], *, over_tcp
     """
     if not any(_CUDA.fullmatch(resource.transport) for resource in resources):
         return "this UCX has no cuda transports"
-    kinds = {
-        kind for device, kinds in networks(resources).items() if not devices or device in devices for kind in kinds
-    }
-    if kinds <= {"tcp"} and not over_tcp:
+    if set(_kinds(resources, devices)) <= {"tcp"} and not over_tcp:
         return "no network here reaches a GPU's memory (Transfer.device_memory = 'always' is for peers on this host)"
     return None
 
@@ -98,12 +95,16 @@ def check(wanted: tuple[str, ...]) -> None:
 def transports(resources: list[Resource], devices: list[str], *, gpu: bool) -> str:
     """What to use of it: shared memory on one host, every network transport of the devices, or of all, and those of
     GPUs if their memory is to be moved."""
-    kinds = [
-        kind for device, kinds in networks(resources).items() if not devices or device in devices for kind in kinds
-    ]
     there = {resource.transport for resource in resources}
     shared = [_SHARED_MEMORY] if _SHARED_MEMORY in there else []
-    return ",".join([*shared, *dict.fromkeys(kinds), *sorted(kind for kind in there if gpu and _CUDA.fullmatch(kind))])
+    cuda = sorted(kind for kind in there if gpu and _CUDA.fullmatch(kind))
+    return ",".join([*shared, *_kinds(resources, devices), *cuda])
+
+
+def _kinds(resources: list[Resource], devices: list[str]) -> list[str]:
+    """Network transports of the devices, or of all, once each."""
+    found = networks(resources).items()
+    return list(dict.fromkeys(kind for device, kinds in found if not devices or device in devices for kind in kinds))
 
 
 def _described(ucp: Ucp, context: int) -> str:
