@@ -219,7 +219,7 @@ def connects(process: FrontendProcess) -> bool:
     host, port = process.url.removeprefix("http://").split(":")
     try:
         socket.create_connection((host, int(port)), timeout=PATIENCE).close()
-    except ConnectionRefusedError:
+    except ConnectionError:  # refused, or reset where it was closed while we came
         return False
     return True
 
