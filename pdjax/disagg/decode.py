@@ -12,7 +12,7 @@ from pdjax.disagg.alone import Alone
 from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
 from pdjax.disagg.pieces import Arrival, LandingBook, PieceError, Tally, TestBook
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.asks import DecodeAsk
+from pdjax.disagg.protocol.asks import FIRST_OF_ALL, DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.hosts import Given
 from pdjax.disagg.protocol.prefill_room import Timeouts
@@ -117,7 +117,7 @@ class Decode:
             prompt_digest=messages.prompt_digest(ids),
             pages=self._state.pages(len(ids)),
             priority=request.priority,
-            arrived=request.arrived,
+            arrived=FIRST_OF_ALL if tokens else request.arrived,
             follows=follows,
             tokens=tokens,
         )

@@ -77,6 +77,8 @@ def refusal(
         )
     if needed > pages:
         return 400, f"the request needs {needed} pages and this instance has {pages} in all"
-    if len(live) >= limits.max_running_requests + limits.max_queued_requests:
+    # What has begun elsewhere was taken on once already: a queue that is full of what has not does not turn it away.
+    queued = limits.max_queued_requests * (2 if request.has_begun else 1)
+    if len(live) >= limits.max_running_requests + queued:
         return 429, f"{len(live)} requests are waiting already; try again later"
     return None

@@ -34,6 +34,7 @@ class Request:
     priority: int = 0
     deadline_s: float | None = None  # seconds from `arrived`
     sample_of: str = ""  # another request with the same prompt
+    has_begun: bool = False  # its answer has, at another instance
     use_cache: bool = True  # whether pages of the prefix cache may stand for the prompt's
     wanted_rank: int | None = None  # the dp rank that the client asks for
     dp_rank: int = 0  # whose pages it has
@@ -79,6 +80,7 @@ class Request:
             priority=message.priority,
             deadline_s=message.deadline_s,
             sample_of=message.sample_of,
+            has_begun=bool(message.output_ids),
             output_ids=list(message.output_ids),
             wanted_rank=message.dp_rank,
             # Log-probabilities of a prompt's tokens come from computing them.

@@ -19,6 +19,7 @@ POLL_SECONDS = 1.0
 # it is not well when one takes longer than 5 s.
 PROBE_SECONDS = 6.0
 HUNG_PROBES = 2  # as many probes in a row without an answer: it is stopped or stuck, and whoever waits for it is told
+_NEVER_ASKED = "not asked yet"
 _WILDCARDS = ("", "0.0.0.0", "::", None)
 
 
@@ -44,7 +45,7 @@ class Instance:
     url: str
     role: str
     given_port: int | None = None
-    problem: str | None = "not asked yet"
+    problem: str | None = _NEVER_ASKED
     info: dict[str, Any] = field(default_factory=dict)
     outstanding: int = 0
     turn: int = 0
@@ -126,8 +127,10 @@ class Fleet:
 
     def mark_down(self, instance: Instance, problem: str) -> None:
         """Choose this instance no more until it answers again."""
-        if instance.problem is None or instance.problem == "not asked yet":
+        if instance.problem is None:
             say("router", f"{instance.name} is down: {problem}")
+        elif instance.problem == _NEVER_ASKED:
+            say("router", f"waiting for {instance.name}: {problem}")
         instance.problem = problem
 
     async def run(self) -> str | None:

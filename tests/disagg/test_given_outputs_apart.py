@@ -69,6 +69,23 @@ def test_memory_may_run_out_again(models):
         assert pair.ids(str(number)) == whole.ids(str(number))[3 + number :]
 
 
+@pytest.mark.parametrize("allocation", [messages.EARLY, messages.PREFILL_COMPLETE])
+def test_it_goes_before_those_that_have_not_begun_though_both_queues_are_full(models, allocation):
+    pair = models.pair(pages=13, allocation=allocation)
+    for side in (pair.prefill, pair.decode):
+        limits = side.engine.role._engine.limits
+        side.engine.role._engine.limits = type(limits)(limits.max_context, 1, 7)
+    for number in range(8):
+        pair.send(str(number), [number, *PROMPT], TOKENS)
+    pair.turn()
+    pair.send("begun", PROMPT, TOKENS, sides="d", output_ids=[1, 2, 3])
+    pair.send("one more", PROMPT, TOKENS)
+    pair.run()
+    assert pair.failure("one more").status == 429
+    ended = [frame.rid for frame in pair.decode.emitted if getattr(frame, "finish_reason", None)]
+    assert len(ended) == 9 and ended.index("begun") <= 2, "only those that had pages already were before it"
+
+
 def test_what_prefill_refuses_fails_with_its_reason(models):
     pair = models.pair()
     pair.prefill.engine.role._engine.limits = type(pair.prefill.engine.limits)(8, 8, 0)

@@ -102,6 +102,17 @@ def test_one_request_over_the_queue_is_refused_with_429_and_a_sentence(tiny: Tin
     assert refused[0].rid == str(tiny.rows + 2)
 
 
+def test_a_full_queue_does_not_turn_away_what_another_instance_has_begun(tiny: TinyModel) -> None:
+    small = SmallEngine(tiny, queued=2)
+    for number in range(tiny.rows + 2):
+        small.send(str(number), [1, 2, 3], 4)
+    for number in range(3):
+        small.send(f"begun {number}", [1, 2, 3], 4, output_ids=[7])
+    small.run()
+    refused = [end for end in small.ends().values() if isinstance(end, Failed)]
+    assert [(end.rid, end.status) for end in refused] == [("begun 2", 429)], "so many may wait again, and no more"
+
+
 def test_a_request_past_its_deadline_fails_with_504_wherever_it_is(tiny: TinyModel) -> None:
     now = [100.0]
     small = SmallEngine(tiny, clock=lambda: now[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 PREFILL_COUNTERS = (
     "sent_bytes",
     "sent_chunks",
@@ -33,8 +35,11 @@ DECODE_COUNTERS = (
 )
 
 
+FIRST_OF_ALL = -math.inf  # `arrived` of a room whose client has had tokens already: it goes before those that have not
+
+
 class PrefillAsk:
-    """The client's half of a room. `arrived` is in seconds of the instance's clock."""
+    """The client's half of a room. `arrived` is in seconds of the instance's clock, or `FIRST_OF_ALL`."""
 
     def __init__(
         self, rid: str, room: int, prompt_tokens: int, prompt_digest: bytes, priority: int = 0, arrived: float = 0.0

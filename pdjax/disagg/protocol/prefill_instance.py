@@ -8,7 +8,7 @@ import msgspec
 
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.actions import Action, Fail, StartPrefill, Succeed, Transfer
-from pdjax.disagg.protocol.asks import PREFILL_COUNTERS, PrefillAsk
+from pdjax.disagg.protocol.asks import FIRST_OF_ALL, PREFILL_COUNTERS, PrefillAsk
 from pdjax.disagg.protocol.hosts import PrefillHost
 from pdjax.disagg.protocol.instance import Instance
 from pdjax.disagg.protocol.prefill_room import PrefillRoom, PromptDone, Timeouts
@@ -238,7 +238,7 @@ class PrefillInstance(Instance[PrefillHost, PrefillRoom, _Job, _Peer]):
             return
         self.counters["rebootstraps"] += 1
         digest = messages.prompt_digest(token_ids)
-        self.submit(PrefillAsk(rid, claim.room, len(token_ids), digest, claim.priority, now), now)
+        self.submit(PrefillAsk(rid, claim.room, len(token_ids), digest, claim.priority, FIRST_OF_ALL), now)
         self._claimed(link, peer, claim, now)
 
     def _refuse(self, link: str, claim: messages.Claim, status: int, reason: str) -> None:

@@ -70,6 +70,7 @@ class Room:
         common: int = 0,
         follows: int = 0,
         leaves: int = 0,
+        begun: bool = False,
         contested: bool = False,
         halves: int = 2,
         final: bool = False,
@@ -88,6 +89,7 @@ class Room:
         self.common = common
         self.follows = follows  # the request that this is one more sample of
         self.leaves = leaves  # how often it loses its pages while it generates, and is computed again
+        self.begun = begun  # by an instance that is lost: no prefill half, and outputs are computed with the prompt
         self.contested = contested
         self.halves = halves  # 1: only one of them is ever sent
         self.final = final  # not computed anew if it is lost
@@ -109,7 +111,7 @@ class Room:
         return Room(
             id, number, self.digest, self.prefill, self.decode, self.pages, self.cached_pages, self.growth,
             self.generates, priority=self.priority, text=self.text, common=self.common, follows=self.follows,
-            leaves=self.leaves,
+            leaves=self.leaves, begun=self.begun,
         )  # fmt: skip
 
 
@@ -188,12 +190,13 @@ class Clients:
             text=text,
             common=common,
             leaves=draw.randint(1, 2) if not plain and draw.random() < 0.1 else 0,
+            begun=not plain and draw.random() < 0.05,
             final=plain,
         )
-        if not plain and draw.random() < 0.08:
+        if not plain and not room.begun and draw.random() < 0.08:
             self._sample_again(room, draw.randint(1, 3))
         kind = draw.random() if not plain else 1.0
-        if kind < 0.02 and not self.calm:
+        if kind < 0.02 and not self.calm and not room.begun:
             room.halves = 1
             self.faults["half a request"] += 1
         elif kind < 0.04 and self._used:
@@ -226,6 +229,9 @@ class Clients:
 
     def _dispatch(self, room: Room) -> None:
         draw = self.random
+        if room.begun:
+            self.world.after(draw.random() * 0.01, self._submit, room, "decode")
+            return
         first, second = ("prefill", "decode") if draw.random() < 0.5 else ("decode", "prefill")
         self.world.after(draw.random() * 0.004, self._submit, room, first)
         if room.halves == 2:

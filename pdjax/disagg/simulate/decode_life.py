@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from pdjax.cache.ranks import RankedPages, RankGrant
 from pdjax.disagg.pieces import Arrival, LandingBook
 from pdjax.disagg.protocol import messages
-from pdjax.disagg.protocol.asks import DecodeAsk
+from pdjax.disagg.protocol.asks import FIRST_OF_ALL, DecodeAsk
 from pdjax.disagg.protocol.decode_instance import DecodeInstance
 from pdjax.disagg.protocol.hosts import Given
 from pdjax.disagg.simulate.books import Violation
@@ -54,10 +54,23 @@ class DecodeLife(Life[DecodeInstance]):
 
     def submit(self, room: Room, rid: str) -> None:
         """A request comes."""
-        self.rooms[rid], self._texts[rid] = room, room.tokens
+        self.rooms[rid] = room
+        if room.begun:
+            self._compute_all(rid, room)
+            return
+        self._texts[rid] = room.tokens
         ask = DecodeAsk(
             rid, room.number, f"p{room.prefill}", 1, room.pages, room.digest, room.pages, room.priority, self.now,
             follows=f"r{room.follows}",
+        )  # fmt: skip
+        self.machine.submit(ask, self.now)
+
+    def _compute_all(self, rid: str, room: Room) -> None:
+        """The prefill side is asked for a prompt, and for what was generated after it, by the claim."""
+        text = self._texts[rid] = room.tokens + room.outputs
+        ask = DecodeAsk(
+            rid, room.number, f"p{room.prefill}", 1, len(text), messages.prompt_digest(text), len(text), room.priority,
+            FIRST_OF_ALL, tokens=messages.pack_tokens(text),
         )  # fmt: skip
         self.machine.submit(ask, self.now)
 
@@ -225,12 +238,7 @@ class DecodeLife(Life[DecodeInstance]):
         self._decoding.discard(rid)
         self._left[rid] = self._left.get(rid, 0) + 1
         self.prefix.end(rid, self._texts[rid], grant.pages)
-        text = self._texts[rid] = room.tokens + room.outputs
-        ask = DecodeAsk(
-            rid, room.number, f"p{room.prefill}", 1, len(text), messages.prompt_digest(text), len(text), room.priority,
-            self.now, tokens=messages.pack_tokens(text),
-        )  # fmt: skip
-        self.machine.submit(ask, self.now)
+        self._compute_all(rid, room)
 
     def _generated(self, rid: str) -> None:
         room = self.rooms.get(rid)
