@@ -16,10 +16,10 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from halves import Room, open_room
+from halves import Half, Room, open_room
 from models.dense_attention import DenseModel
-from processes import Part, get, instance, post
-from tiny_pair import until
+from processes import Part, get, instance, post, router
+from tiny_pair import stop, until
 
 from pdjax.layers.sharding import tensor_mesh
 from pdjax.models.checkpoint import load_model
@@ -194,6 +194,33 @@ def test_after_500_requests_pools_and_staging_lie_where_they_did_and_nothing_was
         at_rest(part)
         until(lambda: part.metrics()["pdjax_integrity_checks_total"] > before, part)  # noqa: B023 - waits for it here
         assert part.metrics()["pdjax_compiles_after_warmup_total"] == 0
+
+
+@pytest.mark.parametrize(
+    ("prefill", "one", "other"),
+    [("tp2", "dp2", "pp2"), ("pp2 x tp2", "tp4", "tp1"), ("cp2 x tp2", "dp4", "tp1"), ("cp2", "cp2", "tp2")],
+)
+def test_a_stream_goes_on_at_an_instance_that_is_cut_differently(
+    fleet: Fleet, tmp_path: Path, prefill: str, one: str, other: str
+) -> None:
+    pair = [fleet.decode[one], fleet.decode[other]]
+    front = router(tmp_path, [fleet.prefill[prefill]], pair, "--idle-timeout", "2")
+    try:
+        front.wait_ready()
+        until(lambda: get(f"{front.url}/metrics")[1].count(b"} 1.0\n") == 3, front)
+        prompt = np.random.default_rng(next(_seeds)).integers(0, 250, 30).tolist()
+        sampling = {"temperature": 0, "max_new_tokens": 97, "ignore_eos": True}
+        stream = Half(front, {"input_ids": prompt, "rid": "goes on", "stream": True, "sampling_params": sampling})
+        assert stream.first.wait(30)
+        go_on = stop(pair[0])  # of two that have done nothing yet, the router asks the first
+        stream.join(30)
+        go_on()
+        assert not stream.error and stream.output_ids == fleet.dense.greedy(prompt, 97), front.tail()
+        assert front.metrics()["pdjax_router_resumed_streams_total"] == 1
+        for part in (fleet.prefill[prefill], *pair):
+            assert at_rest(part)["pdjax_failed_rooms_total"] == 0
+    finally:
+        front.kill()
 
 
 def test_a_piece_that_one_process_has_damaged_is_sent_again(fleet: Fleet) -> None:
