@@ -11,7 +11,7 @@ import contextlib
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable, Generator, Iterable
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -27,7 +27,7 @@ TOLD = b": pdjax told "  # then JSON: the tokens that all blocks before it tell 
 
 _TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 T = TypeVar("T")
-Receive = Callable[[], Awaitable[dict[str, Any]]]
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 
@@ -75,6 +75,27 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return value
 
 
+async def read_body(receive: Receive) -> bytes:
+    """The whole body of a request.
+
+    Raises:
+        ClientGone: the client left while sending.
+        HttpError: 400, it is over `MAX_BODY`.
+    """
+    parts: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGone
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > MAX_BODY:
+            raise HttpError(400, f"the request body is over {MAX_BODY} bytes, the most that is taken")
+        if not message.get("more_body", False):
+            return b"".join(parts)
+
+
 class Exchange:
     """One HTTP request and its answer.
 
@@ -90,26 +111,6 @@ class Exchange:
         self._receive = receive
         self._send = send
         self._ended = False
-
-    async def body(self) -> bytes:
-        """The whole request body.
-
-        Raises:
-            ClientGone: the client left while sending.
-            HttpError: 400, it is over `MAX_BODY`.
-        """
-        parts: list[bytes] = []
-        size = 0
-        while True:
-            message = await self._receive()
-            if message["type"] == "http.disconnect":
-                raise ClientGone
-            parts.append(message.get("body", b""))
-            size += len(parts[-1])
-            if size > MAX_BODY:
-                raise HttpError(400, f"the request body is over {MAX_BODY} bytes, the most that is taken")
-            if not message.get("more_body", False):
-                return b"".join(parts)
 
     async def until_gone(self, work: Awaitable[T]) -> T:
         """Do `work`; cancel it when the client leaves.
@@ -198,7 +199,7 @@ class ExchangeRoute:
         status = 500
         try:
             try:
-                body = await exchange.body()
+                body = await read_body(receive)
                 await exchange.until_gone(self._handle(exchange, body))
                 status = exchange.status
             except HttpError as error:

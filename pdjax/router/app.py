@@ -15,19 +15,30 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, g
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from pdjax.responses import error_handlers, error_response, json_response
 from pdjax.router.dispatch import CONNECT_SECONDS, RECOMPUTES, Dispatcher
-from pdjax.router.fan_out import Reply, aborted_of, ask_all, tokens_of
-from pdjax.router.fleet import Fleet, FleetError, Instance, parse_instance, reason_of
-from pdjax.web import ExchangeRoute, HttpError, bind, decode_object, encode_json, error_payload, say
+from pdjax.router.fan_out import Reply, aborted_of, ask, ask_all, tokens_of
+from pdjax.router.fleet import Fleet, FleetError, Instance, parse_instance
+from pdjax.web import (
+    MAX_BODY,
+    ExchangeRoute,
+    bind,
+    decode_object,
+    encode_json,
+    error_payload,
+    read_body,
+    say,
+)
 from pdjax.web import serve as serve_app
 
 POOL_SECONDS = 30.0  # instances keep idle connections for longer, so that none closes under a request
 GENERATION_CHECK_SECONDS = 20.0
+TOKENIZE_SECONDS = 60.0
+_TOKENIZED_BYTES = 4 * MAX_BODY  # a byte of text is a token of a few digits at most
 _ONE_TOKEN = {"input_ids": [0], "sampling_params": {"max_new_tokens": 1, "temperature": 0, "ignore_eos": True}}
 GENERATION_ROUTES = ("/generate", "/v1/completions", "/v1/chat/completions")
 
@@ -65,7 +76,7 @@ class Router:
         routes.append(Route("/flush_cache", self._flush_cache, methods=["GET", "POST"]))
         routes.append(Route("/abort_request", self._abort_request, methods=["POST"]))
         routes += [Route(path, self._by_any, methods=["POST"]) for path in ("/tokenize", "/detokenize")]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _on_http_exception, Exception: _on_error})
+        return Starlette(routes=routes, exception_handlers=error_handlers("router"))
 
     async def run(self) -> str | None:
         """Watch the fleet, for ever."""
@@ -81,19 +92,19 @@ class Router:
     async def _health(self, _: Request) -> Response:
         missing = self._fleet.missing()
         if missing is not None:
-            return _json(error_payload(503, missing), 503)
+            return error_response(503, missing)
         return Response("OK", media_type="text/plain")
 
     async def _models(self, _: Request) -> Response:
-        return _json({"object": "list", "data": self._served()})
+        return json_response({"object": "list", "data": self._served()})
 
     async def _model(self, request: Request) -> Response:
         name, served = request.path_params["model"], self._served()
         for model in served:
             if model["id"] == name:
-                return _json(model)
+                return json_response(model)
         known = ", ".join(repr(model["id"]) for model in served) or "none"
-        return _json(error_payload(404, f"model: {name!r} is not served here; served now: {known}"), 404)
+        return error_response(404, f"model: {name!r} is not served here; served now: {known}")
 
     def _served(self) -> list[dict[str, Any]]:
         """Models of the instances that serve, with the context that all of a model's instances have room for."""
@@ -113,7 +124,7 @@ class Router:
         ]
 
     async def _server_info(self, _: Request) -> Response:
-        return _json(
+        return json_response(
             {
                 "engine_type": "router",
                 "prefill": [_describe(each) for each in self._fleet.prefill],
@@ -126,7 +137,7 @@ class Router:
         if not serving:
             return self._nobody()
         info = serving[0].info
-        return _json(
+        return json_response(
             {
                 "model_path": info.get("model_path"),
                 "tokenizer_path": info.get("model_path"),
@@ -153,44 +164,38 @@ class Router:
     async def _loads(self, _: Request) -> Response:
         """Load of each instance in tokens; -1 if it does not say."""
         replies = await self._ask_all("GET", "/get_load")
-        return _json({"workers": [{"worker": each.instance.url, "load": tokens_of(each)} for each in replies]})
+        return json_response({"workers": [{"worker": each.instance.url, "load": tokens_of(each)} for each in replies]})
 
     async def _flush_cache(self, _: Request) -> Response:
         replies = await self._ask_all("POST", "/flush_cache")
         failed = {each.instance.url: each.words for each in replies if each.status != 200}
         flushed = len(replies) - len(failed)
         said = {"status": "partial" if failed else "success", "workers_flushed": flushed, "failed": failed}
-        return _json(said, 206 if failed and flushed else 503 if failed else 200)
+        return json_response(said, 206 if failed and flushed else 503 if failed else 200)
 
     async def _abort_request(self, request: Request) -> Response:
         """Both halves of a request have the id that its client gave it."""
-        body = await request.body()
-        try:
-            decode_object(body)
-        except HttpError as error:
-            return _json(error_payload(error.status, error.message), error.status)
+        body = await read_body(request.receive)
+        decode_object(body)
         replies = await self._ask_all("POST", "/abort_request", body)
         refusals = [each for each in replies if each.status == 400]
         if refusals:
-            return _json(error_payload(400, refusals[0].words), 400)
-        return _json({"aborted": sum(aborted_of(each) for each in replies)})
+            return error_response(400, refusals[0].words)
+        return json_response({"aborted": sum(aborted_of(each) for each in replies)})
 
     async def _by_any(self, request: Request) -> Response:
         """What every instance answers alike: the first that serves is asked."""
         serving = self._serving()
         if not serving:
             return self._nobody()
-        asked, headers = serving[0], {"content-type": "application/json"}
-        try:
-            async with self._session.post(
-                asked.url + request.url.path, data=await request.body(), headers=headers
-            ) as response:
-                return Response(await response.read(), response.status, media_type="application/json")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            return _json(error_payload(502, f"{asked.name} did not answer: {reason_of(error)}"), 502)
+        asked, path, body = serving[0], request.url.path, await read_body(request.receive)
+        reply = await ask(self._session, asked, "POST", path, body, seconds=TOKENIZE_SECONDS, most=_TOKENIZED_BYTES)
+        if not reply.status:
+            return error_response(502, f"{asked.name} did not answer: {reply.reason}")
+        return Response(reply.body, reply.status, media_type="application/json")
 
     def _nobody(self) -> Response:
-        return _json(error_payload(503, self._fleet.missing() or "no instance serves now"), 503)
+        return error_response(503, self._fleet.missing() or "no instance serves now")
 
     async def _metrics(self, _: Request) -> Response:
         return Response(generate_latest(self._registry), headers={"content-type": CONTENT_TYPE_LATEST})
@@ -348,19 +353,3 @@ def _count(text: str) -> int:
 
 def _describe(instance: Instance) -> dict[str, Any]:
     return {"url": instance.url, "healthy": instance.problem is None, "problem": instance.problem, **instance.info}
-
-
-def _json(value: Any, status: int = 200) -> Response:
-    return Response(encode_json(value), status, media_type="application/json")
-
-
-def _on_http_exception(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    words = {404: "there is no such route", 405: f"this route does not take {request.method}"}
-    return _json(
-        error_payload(status, f"{request.method} {request.url.path}: {words.get(status, str(error))}"), status
-    )  # fmt: skip
-
-
-def _on_error(_: Request, error: Exception) -> Response:
-    return _json(error_payload(500, f"an error inside the router: {type(error).__name__}: {error}"), 500)

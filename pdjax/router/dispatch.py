@@ -16,7 +16,7 @@ from typing import Any
 
 import aiohttp
 
-from pdjax.router.fleet import Fleet, Instance, message_of, reason_of
+from pdjax.router.fleet import Fleet, Instance, body_of, message_of, reason_of
 from pdjax.router.rooms import rooms_wanted, with_rooms
 from pdjax.router.streams import StreamSoFar
 from pdjax.web import RESUMABLE, Exchange, HttpError, Recorder, decode_object, encode_json, error_payload, say
@@ -25,7 +25,6 @@ CONNECT_SECONDS = 2.0
 RECOMPUTES = 2
 LOST = (502, 503, 504)  # an instance, a link or a transfer has failed, and not the request
 RELEASE_SECONDS = 2.0  # for an instance to let go of a request that is sent to it again
-ERROR_BODY = 1 << 20  # bytes of an instance's error that are read
 PREFILL_REST_SECONDS = 10.0  # for a prefill instance to end its answer after decode has ended its own
 _FORWARDED = (b"authorization", b"x-request-id", b"x-correlation-id", b"traceparent", b"tracestate")
 _CONNECT_ERRORS = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
@@ -261,7 +260,7 @@ class Dispatcher:
         async with response:
             try:
                 if response.status >= 300:
-                    message = message_of(await response.content.read(ERROR_BODY))
+                    message = message_of(await body_of(response))
                     if 400 <= response.status < 500:  # the client's own fault, whoever sees it first
                         raise HttpError(response.status, message)
                     status = response.status if response.status >= 500 else 502

@@ -1,4 +1,4 @@
-"""One call to every instance that serves, and what they say to it."""
+"""Calls to one instance, or to every one that serves, and what they say to them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from typing import Any
 
 import aiohttp
 
-from pdjax.router.fleet import Instance, message_of, reason_of
+from pdjax.router.fleet import ANSWER_BYTES, Instance, body_of, message_of, reason_of
 
 ANSWER_SECONDS = 6.0  # a frontend gives its engine 5
-_BODY = 1 << 20  # bytes of an answer that are read
 
 
 @dataclass(frozen=True)
@@ -43,19 +42,29 @@ async def ask_all(
     session: aiohttp.ClientSession, instances: Sequence[Instance], method: str, path: str, body: bytes = b""
 ) -> list[Reply]:
     """Ask all at once, each for `ANSWER_SECONDS` at most; replies in their order."""
-    return list(await asyncio.gather(*(_ask(session, each, method, path, body) for each in instances)))
+    return list(await asyncio.gather(*(ask(session, each, method, path, body) for each in instances)))
 
 
-async def _ask(session: aiohttp.ClientSession, instance: Instance, method: str, path: str, body: bytes) -> Reply:
+async def ask(
+    session: aiohttp.ClientSession,
+    instance: Instance,
+    method: str,
+    path: str,
+    body: bytes = b"",
+    *,
+    seconds: float = ANSWER_SECONDS,
+    most: int = ANSWER_BYTES,
+) -> Reply:
+    """Ask one, for so many seconds at most, and read so many bytes of its answer."""
     if instance.problem is not None:
         return Reply(instance, 0, reason=f"it does not serve now: {instance.problem}")
     headers = {"content-type": "application/json"} if body else {}
     try:
         async with (
-            asyncio.timeout(ANSWER_SECONDS),
+            asyncio.timeout(seconds),
             session.request(method, instance.url + path, data=body or None, headers=headers) as response,
         ):
-            return Reply(instance, response.status, await response.content.read(_BODY))
+            return Reply(instance, response.status, await body_of(response, most))
     except (aiohttp.ClientError, OSError, TimeoutError) as error:
         return Reply(instance, 0, reason=reason_of(error))
 

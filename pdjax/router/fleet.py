@@ -18,6 +18,7 @@ POLL_SECONDS = 1.0
 # An instance that does not answer for this long is down. A busy one answers between two steps, and says by itself that
 # it is not well when one takes longer than 5 s.
 PROBE_SECONDS = 6.0
+ANSWER_BYTES = 1 << 20  # of an instance's answer about itself, or of its error, that are read
 HUNG_PROBES = 2  # as many probes in a row without an answer: it is stopped or stuck, and whoever waits for it is told
 _NEVER_ASKED = "not asked yet"
 _WILDCARDS = ("", "0.0.0.0", "::", None)
@@ -197,7 +198,15 @@ class Fleet:
 
     async def _get(self, url: str) -> tuple[int, bytes]:
         async with self._session.get(url) as response:
-            return response.status, await response.content.read(1 << 20)
+            return response.status, await body_of(response)
+
+
+async def body_of(response: aiohttp.ClientResponse, most: int = ANSWER_BYTES) -> bytes:
+    """The body of an instance's answer, however many pieces it comes in; cut off after `most` bytes."""
+    body = bytearray()
+    while len(body) < most and (piece := await response.content.read(most - len(body))):
+        body += piece
+    return bytes(body)
 
 
 def reason_of(error: BaseException) -> str:
@@ -218,7 +227,7 @@ def message_of(body: bytes) -> str:
     try:
         value = json.loads(body)
     except ValueError:
-        return body[:300].decode(errors="replace")
+        value = None
     error = value.get("error") if isinstance(value, dict) else None
     message = error.get("message") if isinstance(error, dict) else None
-    return message if isinstance(message, str) else body[:300].decode(errors="replace")
+    return message if isinstance(message, str) else " ".join(body[:300].decode(errors="replace").split())

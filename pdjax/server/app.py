@@ -11,12 +11,12 @@ from typing import Any
 import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from pdjax import wire
+from pdjax.responses import error_handlers, json_response
 from pdjax.server import answers
 from pdjax.server.chat import chat
 from pdjax.server.chat_request import NEUTRAL as chat_neutral
@@ -32,7 +32,7 @@ from pdjax.server.parse import read
 from pdjax.server.sampling import SamplingFields
 from pdjax.server.service import Service
 from pdjax.server.trace import trace
-from pdjax.web import Exchange, ExchangeRoute, HttpError, encode_json, error_payload
+from pdjax.web import Exchange, ExchangeRoute, HttpError, read_body
 
 GENERATION_CHECK_SECONDS = 20.0
 
@@ -83,7 +83,7 @@ def make_app(service: Service) -> Starlette:
         for path in operation.paths
     ]
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
-    return Starlette(routes=routes, exception_handlers=ERROR_HANDLERS)
+    return Starlette(routes=routes, exception_handlers=error_handlers("frontend"))
 
 
 def operations() -> list[Operation]:
@@ -143,31 +143,6 @@ def version() -> str:
         return metadata.version("pdjax")
     except metadata.PackageNotFoundError:
         return "unknown"
-
-
-def json_response(value: Any, status: int = 200) -> Response:
-    """A JSON answer."""
-    return Response(encode_json(value), status, media_type="application/json")
-
-
-def _on_error(_: Request, error: Exception) -> Response:
-    if isinstance(error, HttpError):
-        return json_response(error_payload(error.status, error.message), error.status)
-    return json_response(error_payload(500, f"an error inside the frontend: {type(error).__name__}: {error}"), 500)
-
-
-def _on_http_exception(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 500
-    words = {404: "there is no such route", 405: f"this route does not take {request.method}"}
-    message = f"{request.method} {request.url.path}: {words.get(status, str(error))}"
-    return json_response(error_payload(status, message), status)
-
-
-ERROR_HANDLERS: dict[Any, Callable[[Request, Exception], Response]] = {
-    HttpError: _on_error,
-    HTTPException: _on_http_exception,
-    Exception: _on_error,
-}
 
 
 def _endpoint(
@@ -271,7 +246,7 @@ async def _flush_cache(service: Service, _: Request) -> Response:
 
 
 async def _abort_request(service: Service, request: Request) -> Response:
-    wanted = read(await request.body(), AbortRequest)
+    wanted = read(await read_body(request.receive), AbortRequest)
     if not wanted.rid and not wanted.abort_all:
         raise HttpError(400, "rid: missing; give the id of the request to abort, or abort_all")
     aborted = service.leader.abort_matching(None if wanted.abort_all else wanted.rid, "aborted by /abort_request")
@@ -279,7 +254,7 @@ async def _abort_request(service: Service, request: Request) -> Response:
 
 
 async def _tokenize(service: Service, request: Request) -> Response:
-    wanted = read(await request.body(), TokenizeRequest)
+    wanted = read(await read_body(request.receive), TokenizeRequest)
     texts = [wanted.prompt] if isinstance(wanted.prompt, str) else wanted.prompt
     ids = [await service.vocabulary.encode(text, special=wanted.add_special_tokens) for text in texts]
     counts = [len(each) for each in ids]
@@ -290,7 +265,7 @@ async def _tokenize(service: Service, request: Request) -> Response:
 
 
 async def _detokenize(service: Service, request: Request) -> Response:
-    wanted = read(await request.body(), DetokenizeRequest)
+    wanted = read(await read_body(request.receive), DetokenizeRequest)
     for token in wanted.tokens:
         if not 0 <= token < service.vocabulary.size:
             raise HttpError(400, f"tokens: {token} is not in the vocabulary of {service.vocabulary.size} tokens")

@@ -45,6 +45,14 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
+def test_an_instance_may_say_who_it_is_in_pieces(stack):
+    prefill, decode = (start(stack, role, padding="x" * 5000) for role in ("prefill", "decode"))
+    prefill.in_pieces = decode.in_pieces = True
+    router = route(stack, [prefill.url], [decode.url])
+    router.wait_until_ready()
+    assert not any("not a JSON object" in line for line in router.lines)
+
+
 def test_a_router_starts_before_its_instances_and_says_what_is_missing(stack):
     prefill, port = start(stack, "prefill"), free_port()
     router = route(stack, [prefill.url], [f"http://127.0.0.1:{port}"])

@@ -37,6 +37,7 @@ class Upstream:
         self.role = role
         self.handle: Handler = answer_ok
         self.health_status = 200
+        self.in_pieces = False  # what it says comes in two, as from afar
         self.hangs = False  # as a stopped process does: connections are taken, and nothing is answered
         self.flush_status = 200
         self.load: int | None = 40
@@ -67,7 +68,7 @@ class Upstream:
         asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE)
 
     async def _start(self) -> None:
-        app = web.Application(client_max_size=64 << 20)
+        app = web.Application(client_max_size=64 << 20, middlewares=[self._cut])
         app.router.add_get("/health", self._health)
         app.router.add_get("/server_info", self._server_info)
         app.router.add_get("/get_load", self._get_load)
@@ -93,6 +94,19 @@ class Upstream:
             if connection.transport is not None:
                 connection.transport.abort()
         await self._runner.cleanup()
+
+    @web.middleware
+    async def _cut(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        whole = await handler(request)
+        if not self.in_pieces or not isinstance(whole, web.Response):
+            return whole
+        assert isinstance(whole.body, bytes)
+        cut = web.StreamResponse(status=whole.status, headers={"content-type": whole.content_type})
+        await cut.prepare(request)
+        for piece in (whole.body[:5], whole.body[5:]):
+            await cut.write(piece)
+            await asyncio.sleep(0.05)
+        return cut
 
     async def _health(self, _: web.Request) -> web.Response:
         if self.hangs:

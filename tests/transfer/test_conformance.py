@@ -79,11 +79,16 @@ def test_an_impossible_write_fails_with_a_sentence(pair: Pair, mode: str, wrong:
 
 
 @every_backend
-@pytest.mark.parametrize("damage", ["00", "ff" * 20, ""])
+@pytest.mark.parametrize("damage", ["a bit", "20 bytes", "cut"])
 def test_a_description_that_cannot_be_trusted_is_refused(pair: Pair, mode: str, damage: str) -> None:
     target, source = pair(mode)
-    description = target.ask("describe")["description"]
-    answer = source.ask("connect", peer="other", description=damage + description[len(damage) or 2 :])
+    whole = bytes.fromhex(target.ask("describe")["description"])
+    damaged = {
+        "a bit": bytes([whole[0] ^ 1]) + whole[1:],
+        "20 bytes": bytes(byte ^ 0xFF for byte in whole[:20]) + whole[20:],
+        "cut": whole[1:],
+    }
+    answer = source.ask("connect", peer="other", description=damaged[damage].hex())
     assert "damaged" in answer["error"]
 
 
