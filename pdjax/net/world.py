@@ -12,6 +12,7 @@ import hmac
 import os
 import secrets
 import socket
+import struct
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ import numpy as np
 from pdjax.net import mpi
 from pdjax.net.crew import MEET_SECONDS, Crew, Worker, prepare
 
-_CARD_BYTES = 256
+_CARD = struct.Struct("<32sI")  # by which a worker shows that it is of this instance: the token, and its rank
+_CARD_SECONDS = 5.0  # in which whoever connects must have shown one
 
 
 class WorldError(Exception):
@@ -42,11 +44,6 @@ class _Meeting(msgspec.Struct, frozen=True):
     address: str | tuple[str, int]
     coordinator: str
     token: bytes
-
-
-class _Card(msgspec.Struct, frozen=True):
-    token: bytes
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -145,14 +142,13 @@ def _listen(path: str | None, backlog: int) -> socket.socket:
 
 
 def _report_in(meeting: _Meeting, rank: int) -> socket.socket:
-    card = msgspec.msgpack.encode(_Card(meeting.token, rank))
     if isinstance(meeting.address, str):
         connection = socket.socket(socket.AF_UNIX)
         connection.settimeout(MEET_SECONDS)
         connection.connect(meeting.address)
     else:
         connection = socket.create_connection(meeting.address, timeout=MEET_SECONDS)
-    connection.sendall(card)
+    connection.sendall(_CARD.pack(meeting.token, rank))
     return prepare(connection)
 
 
@@ -166,7 +162,6 @@ def _muster(listener: socket.socket, token: bytes, size: int) -> dict[int, socke
         except TimeoutError as error:
             missing = sorted(set(range(1, size)) - set(found))
             raise WorldError(f"ranks {missing} have not connected to their leader in {MEET_SECONDS:g} s") from error
-        connection.settimeout(MEET_SECONDS)
         rank = _admitted(connection, token)
         if rank is None or not 0 < rank < size or rank in found:
             connection.close()
@@ -176,8 +171,15 @@ def _muster(listener: socket.socket, token: bytes, size: int) -> dict[int, socke
 
 
 def _admitted(connection: socket.socket, token: bytes) -> int | None:
+    """The rank of whoever has connected; None if it is a stranger. Nothing is read of what follows the card."""
+    connection.settimeout(_CARD_SECONDS)
+    card = b""
     try:
-        card = msgspec.msgpack.decode(connection.recv(_CARD_BYTES), type=_Card)
-    except (OSError, msgspec.DecodeError):
+        while len(card) < _CARD.size and (part := connection.recv(_CARD.size - len(card))):
+            card += part
+    except OSError:
         return None
-    return card.rank if hmac.compare_digest(card.token, token) else None
+    if len(card) < _CARD.size:
+        return None
+    shown, rank = _CARD.unpack(card)
+    return rank if hmac.compare_digest(shown, token) else None

@@ -64,6 +64,45 @@ mpi.shutdown(0)
     assert said == ["0 (1, b'done') (2, b'done')"]
 
 
+def test_those_of_several_hosts_meet_over_tcp_and_strangers_are_turned_away() -> None:
+    code, said = run("""
+import socket
+from pdjax.net import world as worlds
+socket.gethostname = lambda: f"127.0.0.{rank + 1}"
+report_in, strangers = worlds._report_in, []
+def in_pieces(meeting, rank):
+    for words in (b"GET / HTTP/1.1" + bytes(99), b"short", bytes(32) + b"\\1" + bytes(3), b""):
+        strangers.append(socket.create_connection(meeting.address))
+        strangers[-1].sendall(words)
+    strangers[1].close()
+    connection = socket.create_connection(meeting.address)
+    card = worlds._CARD.pack(meeting.token, rank) + (5).to_bytes(4, "little") + b"early"
+    for at in range(0, len(card), 9):
+        connection.sendall(card[at:at + 9])
+        time.sleep(0.02)
+    return worlds.prepare(connection)
+if rank == 1: worlds._report_in = in_pieces
+world = meet({})
+assert (world.rank, world.size, world.local_rank, world.local_size) == (rank, 3, 0, 1)
+if rank == 0:
+    heard, all_there = [], threading.Event()
+    def on_frame(rank, body):
+        heard.append((rank, body))
+        if len(heard) == 3: all_there.set()
+    world.crew.watch(on_frame=on_frame, on_lost=lambda *lost: tell("lost", *lost))
+    world.crew.tell(b"hello")
+    all_there.wait(30)
+    tell(*sorted(heard))
+    world.crew.forgive()
+else:
+    assert world.worker.receive(30) == b"hello"
+    world.worker.send(b"done")
+mpi.shutdown(0)
+""")
+    assert code == 0, said
+    assert said == ["0 (1, b'done') (1, b'early') (2, b'done')"]
+
+
 def test_processes_that_were_started_differently_are_told_in_what() -> None:
     code, said = run(
         """
