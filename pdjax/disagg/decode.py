@@ -142,8 +142,8 @@ class Decode:
                 self._hear(orders.decode_report(body))
             case LinkUp(link, hello):
                 self._instance.link_up(link, hello, now)
-            case LinkFailed(link, reason, gone):
-                self._instance.link_failed(link, reason, now, gone=gone)
+            case LinkFailed(link, reason, gone, unreachable):
+                self._instance.link_failed(link, reason, now, gone=gone, unreachable=unreachable)
             case LinkDown(link, reason, gone):
                 self._instance.link_down(link, reason, now, gone=gone)
             case PeerLost() | WriteDone() | WriteFailed():
@@ -268,10 +268,10 @@ class Decode:
         self._engine.start_decoding(request, OutputToken(request.input_ids[-1], 0.0))
         return True
 
-    def drain(self, id: int) -> None:
-        """Run the backends of all processes dry."""
+    def drain(self, id: int, cut_off: tuple[bytes, ...]) -> None:
+        """Run the backends of all processes dry, of those that are cut off, too."""
         self._draining.begin(id, self._processes)
-        self._order(Drain(id))
+        self._order(Drain(id, list(cut_off)))
 
     def start(
         self, rid: str, handoff: messages.Handoff, prompt: tuple[messages.PromptLogprobs, ...], met: float
@@ -340,9 +340,10 @@ class Decode:
                     self._free_when_empty.remove(slot)
                     self._slots.free(slot)
                     self._instance.slot_freed(self._engine.clock())
-            case Dry(id):
-                if self._draining.ended(id) is not None:
-                    self._instance.drained(id, self._engine.clock())
+            case Dry(id, error):
+                over = self._draining.ended(id, error)
+                if over is not None:
+                    self._instance.drained(id, self._engine.clock(), error=over.error)
             case _:
                 raise TypeError(f"a decode process has reported {type(report).__name__}")
 

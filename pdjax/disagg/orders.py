@@ -76,9 +76,10 @@ class ZeroPages(msgspec.Struct, frozen=True, tag_field="type", tag="zero"):
 
 
 class Drain(msgspec.Struct, frozen=True, tag_field="type", tag="drain"):
-    """Decode: run the backend dry. Ends in one `Dry`."""
+    """Decode: cut off the processes so described, if any, then run the backend dry. Ends in one `Dry`."""
 
     id: int
+    cut_off: list[bytes] = []
 
 
 class ChunkSent(msgspec.Struct, frozen=True, tag_field="type", tag="sent"):
@@ -123,9 +124,10 @@ class SlotEmptied(msgspec.Struct, frozen=True, tag_field="type", tag="emptied"):
 
 
 class Dry(msgspec.Struct, frozen=True, tag_field="type", tag="dry"):
-    """A `Drain` is done."""
+    """A `Drain` is done, or `error` says why it can't be."""
 
     id: int
+    error: str | None = None
 
 
 Order = OpenPath | ClosePath | SendChunk | TestPath | ScatterChunk | ZeroPages | Drain

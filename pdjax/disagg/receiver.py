@@ -10,7 +10,7 @@ from pdjax.disagg.part import Part
 from pdjax.disagg.pieces import plan_of_chunk
 from pdjax.disagg.protocol import messages
 from pdjax.disagg.protocol.topology import region_of
-from pdjax.transfer.backend import Drained, Notice
+from pdjax.transfer.backend import Drained, Notice, TransferError
 from pdjax.transfer.layout import Block, Chunk, Span, block_layers
 from pdjax.transfer.path_test import PathTestCells
 from pdjax.transfer.slot_memory import Device
@@ -50,7 +50,7 @@ class Receiver:
         for ring in self._rings.values():
             ring.check_integrity()
 
-    def carry_out(self, order: orders.Order) -> SlotEmptied | None:
+    def carry_out(self, order: orders.Order) -> SlotEmptied | Dry | None:
         """Do as the leader says. Returns what is to be reported at once; the rest comes by `on_event`."""
         match order:
             case ScatterChunk():
@@ -59,7 +59,11 @@ class Receiver:
             case ZeroPages():
                 self._zero(order)
                 return SlotEmptied(order.slot)
-            case Drain(id):
+            case Drain(id, cut_off):
+                try:
+                    self.backend.cut_off(cut_off)
+                except TransferError as error:
+                    return Dry(id, str(error))
                 self.backend.drain(id)
                 return None
             case _:

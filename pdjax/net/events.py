@@ -16,11 +16,13 @@ class LinkUp:
 
 @dataclass(frozen=True)
 class LinkFailed:
-    """A link that was asked for did not come up; `reason` is a sentence. `gone`: nobody listens there any more."""
+    """A link that was asked for did not come up; `reason` is a sentence. `gone`: nobody listens there any more.
+    `unreachable`: not even the host has answered."""
 
     link: str
     reason: str
     gone: bool = False
+    unreachable: bool = False
 
 
 @dataclass(frozen=True)

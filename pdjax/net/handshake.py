@@ -21,7 +21,7 @@ import time
 
 import msgspec
 
-VERSION = 1
+VERSION = 2
 _MAGIC = b"pdjax/link\n"
 _LENGTH = struct.Struct("<H")
 _MAX_MESSAGE = 1024
@@ -48,7 +48,9 @@ class _Proof(msgspec.Struct, frozen=True, tag="proof"):
 
 
 class _Reserved(msgspec.Struct, frozen=True, tag="reserved"):
-    """The sender's MPI thread is set aside for this join."""
+    """The sender's MPI thread is set aside for this join. `plain`: messages had better go without MPI."""
+
+    plain: bool
 
 
 class _No(msgspec.Struct, frozen=True, tag="no"):
@@ -142,21 +144,25 @@ def admit(wire: Wire, own_id: bytes, secret: bytes | None, patience: float) -> t
     return theirs.id, theirs.patience
 
 
-def take_turns(wire: Wire, own_id: bytes, peer_id: bytes, turn: threading.Lock) -> None:
+def take_turns(wire: Wire, own_id: bytes, peer_id: bytes, turn: threading.Lock, *, plain: bool) -> bool:
     """Reserve both sides' MPI threads. On return `turn` is held, and the peer has said or will say that its is.
+
+    Args:
+        plain: whether this side will not join the peer's MPI world.
+
+    Returns:
+        Whether either of them will not.
 
     Raises:
         Refused, NotAPeer, OSError: the peer did not; `turn` is not held then.
     """
     first = own_id < peer_id
-    if not first:
-        _expect_reserved(wire)
+    theirs = None if first else _expect_reserved(wire)
     if not turn.acquire(timeout=max(wire.deadline - time.monotonic(), 0)):
         raise _refuse(wire, "the instance was busy joining others all the time: try again")
     try:
-        wire.send(_Reserved())
-        if first:
-            _expect_reserved(wire)
+        wire.send(_Reserved(plain))
+        return (theirs or _expect_reserved(wire)).plain or plain
     except BaseException:
         turn.release()
         raise
@@ -198,6 +204,8 @@ def _proves(message: _Message, mac: bytes) -> bool:
     return isinstance(message, _Proof) and hmac.compare_digest(message.mac, mac)
 
 
-def _expect_reserved(wire: Wire) -> None:
-    if not isinstance(wire.receive(), _Reserved):
+def _expect_reserved(wire: Wire) -> _Reserved:
+    message = wire.receive()
+    if not isinstance(message, _Reserved):
         raise NotAPeer("it did not take its turn")
+    return message

@@ -18,14 +18,14 @@ from typing import Any
 from pdjax.net import mpi
 
 MAX_BODY = 4 << 20  # bytes of one message
-_WINDOW = 32  # messages under way at a time
+WINDOW = 32  # messages under way at a time
 _MAX_QUEUED = 64 << 20  # bytes that wait for a peer before it counts as stuck
 _RECEIVE_BOUND = 10.0  # seconds from a peer's ring to its message
 _ANSWER_BOUND = 20.0  # seconds in which a peer must have taken a message
 _LINGER = 2.0  # seconds that a link being closed waits for its messages to be taken
-_RING, _TAKEN, _CLOSING = b"m", b"t", b"c"
+RING, TAKEN, CLOSING = b"m", b"t", b"c"
 _TAKEN_DELAY = 1e-3  # seconds that the word of a message taken may wait for company
-_MAX_OWED = _WINDOW // 4  # such words that may wait
+_MAX_OWED = WINDOW // 4  # such words that may wait
 
 # MPI may still read or write these: sends and receives of links that have broken. They cannot be taken back.
 _abandoned: list[Any] = []
@@ -48,8 +48,13 @@ class _Transfer:
 class Link:
     """See the module's docstring. `now` is always `time.monotonic`."""
 
-    def __init__(self, name: str, communicator: Any, connection: socket.socket, *, incoming: bool, now: float) -> None:
+    def __init__(
+        self, name: str, peer: bytes, communicator: Any, connection: socket.socket, *, incoming: bool, now: float
+    ) -> None:
         self.name = name
+        self.peer = peer  # the id of its process
+        self.host: str = connection.getpeername()[0]
+        self.unreachable = False  # the host does not answer any more
         self.incoming = incoming
         self.connection = connection
         self.hello_deadline: float | None = now + _RECEIVE_BOUND
@@ -67,7 +72,6 @@ class Link:
         self._taken_at = now
         self.say_taken_at: float | None = None
         self._ended = False
-        self._unreachable = False
         self._peer_closing = False
         self._close_deadline: float | None = None
 
@@ -80,6 +84,11 @@ class Link:
     def urgent(self) -> bool:
         """Whether a message is under way inside MPI, and comes or goes with the next calls."""
         return bool(self._outbox or self._sends or self._due)
+
+    @property
+    def unsettled(self) -> bool:
+        """Whether messages may be under way inside MPI, in either direction, or MPI's own connection may be broken."""
+        return bool(self.unreachable or self._untaken or self._due or self._sends or self._receive is not None)
 
     @property
     def wants_to_write(self) -> bool:
@@ -103,18 +112,18 @@ class Link:
         except BlockingIOError:
             return False
         except OSError as error:
-            self._unreachable = isinstance(error, TimeoutError)
+            self.unreachable |= isinstance(error, TimeoutError)
             data = b""
         if not data:
             self._ended = True
-        if not self._due and _RING in data:
+        if not self._due and RING in data:
             self._due_since = now
-        self._due += data.count(_RING)
-        taken = data.count(_TAKEN)
+        self._due += data.count(RING)
+        taken = data.count(TAKEN)
         if taken:
             self._untaken -= taken
             self._taken_at = now
-        self._peer_closing |= _CLOSING in data
+        self._peer_closing |= CLOSING in data
         return bool(data)
 
     def progress(self, now: float) -> list[bytes]:
@@ -129,8 +138,7 @@ class Link:
                 self._sends.popleft()
             arrived = self._receive_due(now)
             if self._untaken and not self._sends and not arrived:
-                # What MPI calls sent may still lie in its buffers, and moves only while MPI is called.
-                self._communicator.Iprobe(0, 0)
+                self._poke()
         except self._mpi.Exception as error:
             raise LinkBroken(f"MPI failed: {error}") from error
         if self.say_taken_at is not None and now >= self.say_taken_at:
@@ -142,7 +150,7 @@ class Link:
 
     def say_closing(self) -> None:
         """Tell the peer that the link is given up, so that it does not take its end for this side's death."""
-        self._rings += _CLOSING
+        self._rings += CLOSING
         self._flush_rings()
 
     def release(self) -> None:
@@ -158,11 +166,11 @@ class Link:
             _abandoned.append(self._communicator)  # a message has come that nobody will take: MPI keeps both
 
     def _start_sends(self, now: float) -> None:
-        going = min(len(self._outbox), _WINDOW - len(self._sends))
+        going = min(len(self._outbox), WINDOW - len(self._sends))
         if not going:
             return
         # The bell first: the peer takes about as long to wake up as MPI does to send.
-        self._rings += _RING * going
+        self._rings += RING * going
         self._say_taken()
         self._flush_rings()
         if not self._untaken:
@@ -175,6 +183,10 @@ class Link:
             request = self._communicator.Isend([body, self._mpi.BYTE], 0, 0)
             self._sends.append(_Transfer(request, body))
             self._untaken += 1
+
+    def _poke(self) -> None:
+        """What MPI calls sent may still lie in its buffers, and moves only while MPI is called."""
+        self._communicator.Iprobe(0, 0)
 
     def _peer_lives(self, now: float) -> bool:
         """MPI must not be asked to send to a peer whose death it has seen: MPICH over UCX crashes then. Our connection
@@ -194,15 +206,19 @@ class Link:
             self._receive = None
             self._due -= 1
             self._due_since = now
-            self._owed += 1
-            if self.say_taken_at is None:
-                self.say_taken_at = now + _TAKEN_DELAY
-        if self._owed > _MAX_OWED:
-            self._say_taken()
+        self._take(len(arrived), now)
         return arrived
 
+    def _take(self, messages: int, now: float) -> None:
+        """So many are taken, which is said soon."""
+        self._owed += messages
+        if messages and self.say_taken_at is None:
+            self.say_taken_at = now + _TAKEN_DELAY
+        if self._owed > _MAX_OWED:
+            self._say_taken()
+
     def _say_taken(self) -> None:
-        self._rings += _TAKEN * self._owed
+        self._rings += TAKEN * self._owed
         self._owed = 0
         self.say_taken_at = None
 
@@ -235,13 +251,13 @@ class Link:
         if self._ended:
             ending = LinkBroken("the connection ended: the peer has died")
             # A peer that gives a link up says so, and a host that has vanished is only out of reach.
-            ending.gone = not (self._peer_closing or self._unreachable)
+            ending.gone = not (self._peer_closing or self.unreachable)
             raise ending
         if self._close_deadline is not None:
             settled = not (self._outbox or self._sends or self._untaken or self._rings)
             if settled or now > self._close_deadline:
                 self._say_taken()
-                self._rings += _CLOSING
+                self._rings += CLOSING
                 self._flush_rings()
                 raise LinkBroken("closed")
         if self._due and now - self._due_since > _RECEIVE_BOUND:

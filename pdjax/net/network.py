@@ -6,6 +6,7 @@ wait for others, have short-lived threads of their own; those hand a connection 
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import selectors
@@ -16,17 +17,20 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from pdjax.net import handshake, mpi
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp, NetEvent
 from pdjax.net.handshake import NotAPeer, Refused, Wire
 from pdjax.net.link import MAX_BODY, Link, LinkBroken
+from pdjax.net.plain_link import PlainLink
 
 _HANDSHAKE_BOUND = 5.0  # seconds for a stranger to show who it is
 _MAX_PATIENCE = 30.0  # seconds that an accepted peer may wait for its turn
 _JOIN_BOUND = 15.0  # seconds for MPI's join, which takes 2 to 30 ms; twice that, and MPI is given up
 _MAX_HANDSHAKES = 64
 _STOP_BOUND = 5.0
+_NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 # MPICH 5.0 over UCX's tcp crashes at about the 125th join of the same two processes.
 _MAX_JOINS_OF_A_PAIR = 100
 
@@ -36,7 +40,9 @@ class _Join:
     """A connection whose two sides have agreed to join."""
 
     link: str
+    peer: bytes
     connection: socket.socket
+    plain: bool  # without MPI
     incoming: bool
     owner: object
     done: threading.Event = field(default_factory=threading.Event)
@@ -59,6 +65,10 @@ class Network:
         self._lock = threading.Lock()
         self._owners: dict[str, object] = {}  # who may speak for a link's name: an attempt, then its Link
         self._joins: Counter[bytes] = Counter()
+        self._without_mpi: set[bytes] = (
+            set()
+        )  # ids of processes with which MPI's own connection is not to be used again
+        self._peer_of: dict[str, bytes] = {}  # the process that was last reached, by link
         self._handshakes = 0
         self._incoming = 0
         self._turn = threading.Lock()  # held while this process is set aside for one join
@@ -132,15 +142,16 @@ class Network:
         threading.Thread(target=work, name="pdjax-handshake", daemon=True).start()
 
     def _reach(self, link: str, owner: object, host: str, port: int, deadline: float) -> None:
-        connection, gone = None, False
+        connection, gone, unreachable = None, False, False
         try:
             connection = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.01))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else two words in a row cost 40 ms
             wire = Wire(connection, deadline)
             peer_id = handshake.introduce(wire, self._id, self._secret, deadline - time.monotonic())
-            self._check_joinable(wire, peer_id)
-            handshake.take_turns(wire, self._id, peer_id, self._turn)
-            reason = self._join_and_watch(_Join(link, connection, incoming=False, owner=owner))
+            plain = self._take_turns(wire, peer_id)
+            with self._lock:
+                self._peer_of[link] = peer_id
+            reason = self._join_and_watch(_Join(link, peer_id, connection, plain, incoming=False, owner=owner))
         except Refused as refusal:
             reason = f"it refused: {refusal}"
         except NotAPeer as stranger:
@@ -148,10 +159,13 @@ class Network:
         except OSError as error:
             reason = str(error)
             gone = connection is None and isinstance(error, ConnectionRefusedError)
+            unreachable = connection is None and (isinstance(error, TimeoutError) or error.errno in _NO_HOST)
+            if unreachable:
+                self._lose_host(link, host)
         if reason is not None:
             if connection is not None:
                 connection.close()
-            self._fail(link, owner, f"{host}:{port}: {reason}", gone=gone)
+            self._fail(link, owner, f"{host}:{port}: {reason}", gone=gone, unreachable=unreachable)
 
     def _admit(self, connection: socket.socket) -> None:
         wire = Wire(connection, time.monotonic() + _HANDSHAKE_BOUND)
@@ -161,13 +175,12 @@ class Network:
                 raise Refused("a stranger from another host")
             peer_id, patience = handshake.admit(wire, self._id, self._secret, _MAX_PATIENCE)
             wire.deadline = time.monotonic() + min(max(patience, 0.0), _MAX_PATIENCE)
-            self._check_joinable(wire, peer_id)
-            handshake.take_turns(wire, self._id, peer_id, self._turn)
+            plain = self._take_turns(wire, peer_id)
             with self._lock:
                 self._incoming += 1
                 link = f"in-{self._incoming}-{peer_id.hex()[:8]}"
                 owner = self._owners[link] = object()
-            reason = self._join_and_watch(_Join(link, connection, incoming=True, owner=owner))
+            reason = self._join_and_watch(_Join(link, peer_id, connection, plain, incoming=True, owner=owner))
             if reason is not None:
                 connection.close()
                 self._fail(link, owner, None)
@@ -177,15 +190,32 @@ class Network:
             with self._lock:
                 self._handshakes -= 1
 
-    def _check_joinable(self, wire: Wire, peer_id: bytes) -> None:
-        reason = self.failure
+    def _take_turns(self, wire: Wire, peer_id: bytes) -> bool:
+        """Agree with a peer on a link. Returns whether it is to do without MPI. Raises as `handshake.take_turns`."""
+        if self.failure is not None:
+            handshake.refuse(wire, self.failure)
+            raise Refused(self.failure)
         with self._lock:
-            if self._joins[peer_id] >= _MAX_JOINS_OF_A_PAIR:
-                reason = f"these two processes have been linked {self._joins[peer_id]} times: restart one of them"
-            self._joins[peer_id] += 1
-        if reason is not None:
-            handshake.refuse(wire, reason)
-            raise Refused(reason)
+            plain = peer_id in self._without_mpi or self._joins[peer_id] >= _MAX_JOINS_OF_A_PAIR
+        plain = handshake.take_turns(wire, self._id, peer_id, self._turn, plain=plain)
+        if not plain:
+            with self._lock:
+                self._joins[peer_id] += 1
+        return plain
+
+    def _lose_host(self, link: str, host: str) -> None:
+        """A host does not answer: MPI's connections with its processes are dead, or will be."""
+        try:
+            addresses = {each[4][0] for each in socket.getaddrinfo(host, None)}
+        except OSError:
+            addresses = {host}
+        with self._lock:
+            if link in self._peer_of:
+                self._without_mpi.add(self._peer_of[link])
+            for other in list(self._links):
+                if other.host in addresses:
+                    other.unreachable = True
+                    self._without_mpi.add(other.peer)
 
     def _join_and_watch(self, join: _Join) -> str | None:
         """Hand a connection to the MPI thread and wait for the join, with a bound. Returns what went wrong."""
@@ -198,14 +228,16 @@ class Network:
         self._give_up(f"MPI's join with a peer has not returned for {2 * _JOIN_BOUND:.0f} s: restart this instance")
         return self.failure
 
-    def _fail(self, link: str, owner: object, reason: str | None, *, gone: bool = False) -> None:
+    def _fail(
+        self, link: str, owner: object, reason: str | None, *, gone: bool = False, unreachable: bool = False
+    ) -> None:
         """An attempt has failed: tell, unless nobody wants it any more or nobody knew of it."""
         with self._lock:
             if self._owners.get(link) is not owner:
                 return
             del self._owners[link]
         if reason is not None:
-            self._on_event(LinkFailed(link, reason, gone))
+            self._on_event(LinkFailed(link, reason, gone, unreachable))
 
     def _give_up(self, reason: str) -> None:
         self.failure = reason
@@ -299,8 +331,10 @@ class Network:
                 join.error = "the instance is stopping"
                 return
             join.connection.setblocking(True)
-            communicator = self._mpi.Comm.Join(join.connection.fileno())
-            communicator.Set_errhandler(self._mpi.ERRORS_RETURN)
+            communicator = None
+            if not join.plain:
+                communicator = self._mpi.Comm.Join(join.connection.fileno())
+                communicator.Set_errhandler(self._mpi.ERRORS_RETURN)
             _prepare(join.connection)
         except (self._mpi.Exception, OSError) as error:
             join.error = f"the join failed: {error}"
@@ -309,7 +343,11 @@ class Network:
             self._turn.release()
             join.done.set()
         now = time.monotonic()
-        link = Link(join.link, communicator, join.connection, incoming=join.incoming, now=now)
+        about: dict[str, Any] = {"incoming": join.incoming, "now": now}
+        if join.plain:
+            link = PlainLink(join.link, join.peer, join.connection, **about)
+        else:
+            link = Link(join.link, join.peer, communicator, join.connection, **about)
         with self._lock:
             wanted = self._owners.get(join.link) is join.owner
             if wanted:
@@ -371,6 +409,8 @@ class Network:
             del self._by_name[link.name]
         link.release()
         with self._lock:
+            if link.unsettled:
+                self._without_mpi.add(link.peer)
             if self._owners.get(link.name) is not link:
                 return
             del self._owners[link.name]

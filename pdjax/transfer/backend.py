@@ -8,7 +8,7 @@ before its deadline, or shortly after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
@@ -134,6 +134,11 @@ class TransferBackend(Protocol):
 
     def drain(self, id: int) -> None:
         """Report `Drained` once everything that peers who are gone by now had sent has landed or is dropped."""
+        ...
+
+    def cut_off(self, descriptions: Sequence[bytes]) -> None:
+        """See to it that, after the next `drain`, nothing of these peers lands any more, whether they live or not. They
+        are on hosts out of reach; other peers there may be cut off, too. Raises `TransferError`: it cannot be done."""
         ...
 
     def path(self, peer: str) -> str:

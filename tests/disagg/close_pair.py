@@ -80,6 +80,9 @@ class Side:
     def drain(self, id: int) -> None:
         self.inbox.put(Drained(id))
 
+    def cut_off(self, descriptions: Sequence[bytes]) -> None:
+        assert not descriptions
+
     def disconnect(self, peer: str) -> None:
         return None
 

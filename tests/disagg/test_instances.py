@@ -34,6 +34,8 @@ class Host:
         self.reserved: list[str] = []
         self.slots = [0, 1]
         self.drains: list[int] = []
+        self.cut_off: list[tuple[bytes, ...]] = []
+        self.said: list[str] = []
         self.pages = True
         self.right = True  # whether test messages come as they were sent
 
@@ -60,14 +62,15 @@ class Host:
     def fail(self, rid: str, status: int, reason: str) -> None:
         self.failed[rid] = reason
 
-    def drain(self, id: int) -> None:
+    def drain(self, id: int, cut_off: tuple[bytes, ...]) -> None:
         self.drains.append(id)
+        self.cut_off.append(cut_off)
 
     def draw(self) -> int:
         return 99
 
     def say(self, text: str) -> None:
-        assert text
+        self.said.append(text)
 
     def __getattr__(self, name: str) -> Any:
         raise AssertionError(f"nobody expected {name}")
@@ -156,6 +159,35 @@ def test_slots_in_quarantine_come_home_when_the_peers_fate_is_known(proof: str) 
     assert host.slots == [0], "not before all that was sent has landed"
     instance.drained(host.drains[0], look)
     assert sorted(host.slots) == [0, 1] and instance.stats()["rooms"] == 0
+
+
+@pytest.mark.parametrize("possible", [True, False])
+def test_a_peer_whose_host_is_out_of_reach_is_cut_off_once_and_its_slots_come_home(possible: bool) -> None:
+    host = Host()
+    instance = decode(host)
+    granted(host, instance)
+    instance.link_down(LINK, "it has said nothing", 1.0, gone=False)
+    look: float | None = 1.0
+    for _ in range(3):
+        connects = host.connects
+        while host.connects == connects:
+            look = instance.tick(look)
+            assert look is not None and look < 60
+        instance.link_failed(LINK, "timed out", look, unreachable=True)
+    (processes,) = host.cut_off
+    assert processes == (messages.decode_registration(HELLO[1]).ranks[0].transfer,) and host.slots == [0]
+    if possible:
+        instance.drained(host.drains[0], look)
+        assert sorted(host.slots) == [0, 1] and instance.stats()["staging_slots_quarantined"] == 0
+        return
+    instance.drained(host.drains[0], look, error="it writes by InfiniBand")
+    assert "stay in quarantine: it writes by InfiniBand" in host.said[-1] and host.slots == [0]
+    while host.connects < 5:
+        look = instance.tick(look)
+        assert look is not None and look < 200
+    instance.link_failed(LINK, "connection refused", look, gone=True)
+    instance.drained(host.drains[1], look)
+    assert sorted(host.slots) == [0, 1]
 
 
 def test_a_dead_peer_needs_no_quarantine() -> None:

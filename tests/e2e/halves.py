@@ -38,7 +38,7 @@ class Half(threading.Thread):
         self.first = threading.Event()
         self.ended_at = 0.0
         self._body = json.dumps(body).encode()
-        self._connection = http.client.HTTPConnection("127.0.0.1", part.port, timeout=CLIENT_SECONDS)
+        self._connection = http.client.HTTPConnection(part.host, part.port, timeout=CLIENT_SECONDS)
         self.start()
 
     def run(self) -> None:
@@ -106,7 +106,7 @@ def open_room(
     body = {
         "input_ids": prompt,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
-        "bootstrap_host": "127.0.0.1",
+        "bootstrap_host": prefill.host,
         "bootstrap_port": bootstrap,
         "bootstrap_room": number,
     }

@@ -14,6 +14,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,19 +36,27 @@ def free_port() -> int:
 
 
 class Part:
-    """One ``python -m pdjax.launch ...`` with its HTTP port and its log."""
+    """One ``python -m pdjax.launch ...`` with its HTTP port and its log. `before` is what puts a command on `host`."""
 
     def __init__(
-        self, folder: Path, name: str, arguments: list[str], port: int, env: dict[str, str] | None = None
+        self,
+        folder: Path,
+        name: str,
+        arguments: list[str],
+        port: int,
+        env: dict[str, str] | None = None,
+        host: str = "127.0.0.1",
+        before: Sequence[str] = (),
     ) -> None:
         self.name = name
+        self.host = host
         self.port = port
         self.arguments = arguments
-        self.url = f"http://127.0.0.1:{port}"
+        self.url = f"http://{host}:{port}"
         self.log = folder / f"{name}-{port}-{time.monotonic_ns()}.log"
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pdjax.launch", *arguments],
+                [*before, sys.executable, "-m", "pdjax.launch", *arguments],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
                 env=dict(os.environ) | (env or {}),
             )  # fmt: skip
@@ -120,14 +129,20 @@ class Deployment:
 
 
 def instance(
-    folder: Path, role: str, *, config: Path = CONFIG, env: dict[str, str] | None = None, **options: Any
+    folder: Path,
+    role: str,
+    *,
+    config: Path = CONFIG,
+    env: dict[str, str] | None = None,
+    host: str = "127.0.0.1",
+    before: Sequence[str] = (),
+    **options: Any,
 ) -> Part:
     """Start an instance; options are gin bindings with ``__`` for the dot."""
     port = options.pop("Server__port", None) or free_port()
     bindings = {f"--gin.{name.replace('__', '.')}={value}" for name, value in options.items()}
-    return Part(
-        folder, role, [role, "--config", str(config), f"--gin.Server.port={port}", *sorted(bindings)], port, env
-    )
+    bindings |= {f"--gin.Server.port={port}", f"--gin.Server.host={host}"}
+    return Part(folder, role, [role, "--config", str(config), *sorted(bindings)], port, env, host, before)
 
 
 def router(folder: Path, prefill: list[Part], decode: list[Part], *options: str) -> Part:

@@ -12,6 +12,7 @@ import time
 from typing import Any
 
 from pdjax.net import mpi
+from pdjax.net import network as network_module
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp, NetEvent
 from pdjax.net.network import Network
 
@@ -64,7 +65,9 @@ def round_trips(link: str, count: int) -> list[float]:
     return sorted(times)
 
 
-secret = sys.argv[1].encode() if len(sys.argv) > 1 else None
+secret = sys.argv[2].encode() if len(sys.argv) > 2 else None
+if sys.argv[1] == "plain":
+    network_module._MAX_JOINS_OF_A_PAIR = 0
 network = Network(on_event, secret=secret)
 say(pid=os.getpid())
 for text in sys.stdin:

@@ -93,7 +93,7 @@ def test_a_ring_of_processes_that_all_join_at_once_takes_turns() -> None:
     turns = {name: threading.Lock() for name in (ANNA, BERT, CARL)}
 
     def join(wire: Wire, own: bytes, peer: bytes) -> None:
-        handshake.take_turns(wire, own, peer, turns[own])
+        assert handshake.take_turns(wire, own, peer, turns[own], plain=own == BERT) == (BERT in (own, peer))
         time.sleep(0.01)  # the join
         turns[own].release()
 
@@ -113,7 +113,7 @@ def test_a_peer_that_goes_away_while_taking_turns_leaves_the_turn_free() -> None
     right._socket.close()
     turn = threading.Lock()
     with pytest.raises((OSError, NotAPeer)):
-        handshake.take_turns(left, ANNA, BERT, turn)
+        handshake.take_turns(left, ANNA, BERT, turn, plain=False)
     assert not turn.locked()
 
 

@@ -176,6 +176,9 @@ for text in sys.stdin:
             say(answer="let_go")
         case "drain":
             backend.drain(command["id"])
+        case "cut_off":
+            backend.cut_off([bytes.fromhex(command["description"])])
+            say(answer="cut_off")
         case "usage":
             say(answer="usage", cpu=time.process_time(), fds=len(os.listdir("/proc/self/fd")), rss=resident())
         case "quit":

@@ -93,6 +93,16 @@ def test_a_description_that_cannot_be_trusted_is_refused(pair: Pair, mode: str, 
 
 
 @every_backend
+def test_a_peer_on_this_machine_is_not_cut_off_and_the_reason_is_told(pair: Pair, mode: str) -> None:
+    target, source = pair(mode)
+    answer = target.ask("cut_off", description=source.ask("describe")["description"])
+    assert "on this machine" in answer["error"] or "cannot refuse" in answer["error"]
+    source.do("write", **(WHOLE | {"notice": "fine"}))
+    assert target.event("notice")["payload"] == "fine"
+    source.event("done", id=7)
+
+
+@every_backend
 def test_another_backends_description_is_refused(pair: Pair, mode: str) -> None:
     stranger, _ = pair("fake" if mode != "fake" else "put")
     answer = pair(mode)[1].ask("connect", peer="other", description=stranger.ask("describe")["description"])

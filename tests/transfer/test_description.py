@@ -50,6 +50,8 @@ def test_one_wrong_byte_is_noticed(position: int) -> None:
         ({"regions": [Region(1, 1 << 63, 1 << 63, KEY)]}, "region 1 has no memory or no key"),
         ({"regions": [Region(1, 4096, 1, KEY)] * 2}, "twice"),
         ({"regions": [Region(i, 4096, 1, KEY) for i in range(100)]}, "too much"),
+        ({"addresses": ["10.0.0.1"] * 1000}, "too many addresses"),
+        ({"addresses": ["x" * 100]}, "what is none"),
     ],
 )
 def test_what_ucx_would_not_survive_is_refused_with_a_sentence(changes: dict, sentence: str) -> None:
@@ -66,10 +68,20 @@ def test_this_process_is_its_own_neighbour_and_others_that_seem_so_are_not() -> 
     assert not description.is_neighbour(replace(own, start_ticks=own.start_ticks + 1))  # the pid was given out again
 
 
+def test_whoever_sees_this_processs_memory_or_itself_may_share_it_and_others_may_not() -> None:
+    own = description.own_process()
+    replace = msgspec.structs.replace
+    assert description.may_share_memory(replace(own, pid=1, start_ticks=1))
+    assert description.may_share_memory(replace(own, pid_namespace="pid:[1]"))
+    assert description.may_share_memory(replace(own, ipc_namespace="ipc:[1]"))
+    assert not description.may_share_memory(replace(own, pid_namespace="pid:[1]", ipc_namespace="ipc:[1]"))
+    assert not description.may_share_memory(replace(own, boot_id="another host's"))
+
+
 def test_a_process_that_has_ended_is_no_neighbour() -> None:
     script = "from pdjax.transfer.ucx.description import *; print(*msgspec.structs.astuple(own_process()))"
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
-    boot_id, pid_namespace, pid, start_ticks = ended.stdout.split()
+    boot_id, pid_namespace, pid, start_ticks, _ = ended.stdout.split()
     assert not description.is_neighbour(Process(boot_id, pid_namespace, int(pid), int(start_ticks)))
 
 

@@ -76,7 +76,13 @@ class FreeSlot:
 
 
 class Drain:
-    """Decode side: the writer is gone; run the transfer worker dry, then report `Drained`."""
+    """Decode side: the writer is gone; run the transfer worker dry, then report `Drained`. `cut_off`: descriptions of a
+    writer's processes that are out of reach instead: first see to it that nothing of theirs comes any more."""
+
+    __match_args__ = ("cut_off",)
+
+    def __init__(self, cut_off: tuple[bytes, ...] = ()) -> None:
+        self.cut_off = cut_off
 
 
 class StartDecode:

@@ -73,10 +73,13 @@ class DecodeInstance(DecodeLinks):
         """A slot that was given back can be taken only now."""
         self._grant_slots(now)
 
-    def drained(self, id: int, now: float) -> None:
-        """The transfer worker has run dry after a `drain`."""
+    def drained(self, id: int, now: float, *, error: str | None = None) -> None:
+        """The transfer worker has run dry after a `drain`; or peers cannot be cut off, and the sentence says why."""
         room = self._drains.pop(id)
-        self._do(room, room.drained(), now)
+        if error is None:
+            self._do(room, room.drained(), now)
+        else:
+            self._host.say(f"the staging slots of room {room.room} stay in quarantine: {error}")
 
     def stats(self) -> dict[str, float]:
         """Gauges by name, and totals."""
@@ -179,10 +182,10 @@ class DecodeInstance(DecodeLinks):
                 dropped = self._drop_job(room.room, now)
                 if dropped is not None:
                     self._host.fail(dropped.ask.rid, status, reason)
-            case Drain():
+            case Drain(cut_off):
                 self._drained += 1
                 self._drains[self._drained] = room
-                self._host.drain(self._drained)
+                self._host.drain(self._drained, cut_off)
             case _:
                 raise TypeError(f"a decode room does not {type(action).__name__}")
 

@@ -73,9 +73,15 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
             self._wait_for_test(job, link, now)
         self._test_path(link, self._paths.up(link, now))
 
-    def link_failed(self, link: str, reason: str, now: float, *, gone: bool = False) -> None:
-        """A link that was asked for did not come up. `gone`: nobody listens there any more."""
+    def link_failed(self, link: str, reason: str, now: float, *, gone: bool = False, unreachable: bool = False) -> None:
+        """A link that was asked for did not come up. `gone`: nobody listens there any more. `unreachable`: not even the
+        host has answered, so whoever may be alive there loses nothing more by being cut off."""
         self._drop_link(link, 503, f"no link to the prefill instance at {link}: {reason}", now, gone=gone)
+        if unreachable:
+            for processes, rooms in self._quarantine.cut_off(link):
+                self._host.say(f"what the prefill instance at {link} still sends is refused from now on: {reason}")
+                for room in rooms:
+                    self._do(room, room.peer_gone(processes), now)
 
     def link_down(self, link: str, reason: str, now: float, *, gone: bool = False) -> None:
         """A link has ended. `gone`: because the peer's process has."""
@@ -210,7 +216,8 @@ class DecodeLinks(Instance[DecodeHost, DecodeRoom, Job, Link]):
             self._do(room, room.link_lost(reason, now, gone=gone and not workers), now)
         unsure = {generation: room for generation, room in rooms.items() if room.granted_slots}
         if unsure and (workers or not gone):
-            self._quarantine.put(link, peer.instance, unsure, now, workers=workers)
+            processes = tuple(dict.fromkeys(rank.transfer for rank in peer.ranks))
+            self._quarantine.put(link, peer.instance, unsure, now, processes=processes, workers=workers)
             self._timers.watch(self._quarantine)
             self._host.say(f"{len(unsure)} rooms' staging slots are in quarantine: {reason}")
 

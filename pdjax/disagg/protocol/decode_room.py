@@ -183,9 +183,9 @@ class DecodeRoom(Room):
         failed = self._fail(502, reason, now)
         return [*failed, Drain()] if gone and self._granted else failed
 
-    def peer_gone(self) -> list[Action]:
-        """The prefill side of a room whose link was lost is known to have ended."""
-        return [Drain()] if self._granted else []
+    def peer_gone(self, cut_off: tuple[bytes, ...] = ()) -> list[Action]:
+        """The prefill side of a room whose link was lost is known to have ended, or is to be cut off: see `Drain`."""
+        return [Drain(cut_off)] if self._granted else []
 
     def relinked(self, link: str, now: float) -> list[Action]:
         """The prefill side of a room that failed with its link is there again, the same process."""

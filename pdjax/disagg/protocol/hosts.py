@@ -107,8 +107,10 @@ class DecodeHost(Host, Protocol):
         """Copy a slot into pages of a request."""
         ...
 
-    def drain(self, id: int) -> None:
-        """Report `drained` once all that peers who are gone had sent has landed or is dropped."""
+    def drain(self, id: int, cut_off: tuple[bytes, ...]) -> None:
+        """Report `drained` once all that peers who are gone had sent has landed or is dropped. `cut_off`: processes, as
+        they describe themselves, whose host is out of reach and of which nothing may come any more; if that cannot be
+        had, an error is reported."""
         ...
 
     def start(self, rid: str, handoff: Handoff, prompt: tuple[PromptLogprobs, ...], met: float) -> None:

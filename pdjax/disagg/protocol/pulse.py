@@ -55,7 +55,7 @@ class Pulse(Timed):
             if silence < self._bound:
                 speak.append(link)
             else:
-                sentence = f"it has said nothing for {silence:.1f} s, after {peer.steps} steps: it hangs"
-                silent.append((link, sentence))
+                sentence = f"it has said nothing for {silence:.1f} s, after {peer.steps} steps"
+                silent.append((link, f"{sentence}: it hangs, or its host is out of reach"))
         self.deadline = now + self._interval if speak or silent else NEVER
         return speak, silent

@@ -13,8 +13,10 @@ FIRST_LOOK, LAST_LOOK = 2.0, 60.0  # seconds between attempts to reach it: doubl
 class Held:
     """Rooms, by generation, of one life of a peer."""
 
-    def __init__(self, workers: bool) -> None:
+    def __init__(self, processes: tuple[bytes, ...], workers: bool) -> None:
+        self.processes = processes  # as they describe themselves
         self.workers = workers  # it has processes besides its leader's
+        self.cut_off = False  # whether it was tried
         self.rooms: dict[int, DecodeRoom] = {}
         self.look_at = 0.0
         self.pause = FIRST_LOOK
@@ -40,9 +42,18 @@ class Quarantine(Timed):
         self._workers_end = workers_end
         self._held: dict[tuple[str, int], Held] = {}
 
-    def put(self, link: str, instance: int, rooms: dict[int, DecodeRoom], now: float, *, workers: bool) -> None:
+    def put(
+        self,
+        link: str,
+        instance: int,
+        rooms: dict[int, DecodeRoom],
+        now: float,
+        *,
+        processes: tuple[bytes, ...],
+        workers: bool,
+    ) -> None:
         """Keep rooms whose peer is out of reach."""
-        held = self._held.setdefault((link, instance), Held(workers))
+        held = self._held.setdefault((link, instance), Held(processes, workers))
         held.rooms.update(rooms)
         if not held.gone:
             self._look(held, now + held.pause)
@@ -60,6 +71,16 @@ class Quarantine(Timed):
             if address == link and not held.gone:
                 held.gone = True
                 self._look(held, now + self._workers_end if held.workers else now)
+
+    def cut_off(self, link: str) -> list[tuple[tuple[bytes, ...], list[DecodeRoom]]]:
+        """Nobody answers at this address, not even its host. Returns the processes that had links there and are to be
+        cut off, each time with their rooms; once for each life of the peer."""
+        found = []
+        for (address, _), held in self._held.items():
+            if address == link and not held.gone and not held.cut_off:
+                held.cut_off = True
+                found.append((held.processes, list(held.rooms.values())))
+        return found
 
     def due(self, now: float) -> Due:
         """Look at all that is held."""

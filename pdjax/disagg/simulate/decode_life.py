@@ -91,14 +91,14 @@ class DecodeLife(Life[DecodeInstance]):
         """Event."""
         self.machine.link_up(end.name, hello, self.now)
 
-    def link_failed(self, link: str, attempt: int, reason: str, gone: bool) -> None:
+    def link_failed(self, link: str, attempt: int, reason: str, gone: bool, unreachable: bool = False) -> None:
         """The world's answer to `connect`."""
-        self.receive(self._link_failed, link, attempt, reason, gone)
+        self.receive(self._link_failed, link, attempt, reason, gone, unreachable)
 
-    def _link_failed(self, link: str, attempt: int, reason: str, gone: bool) -> None:
+    def _link_failed(self, link: str, attempt: int, reason: str, gone: bool, unreachable: bool) -> None:
         if self.asked.get(link) == attempt:
             del self.asked[link]
-            self.machine.link_failed(link, reason, self.now, gone=gone)
+            self.machine.link_failed(link, reason, self.now, gone=gone, unreachable=unreachable)
 
     def link_down(self, end: End, reason: str, gone: bool) -> None:
         """Event."""
@@ -203,8 +203,13 @@ class DecodeLife(Life[DecodeInstance]):
             held = repeat(None) if rank in lacking else landed[0].room.tokens[mine]
             self._content[rank].update(zip(grant.pages[mine], held, strict=False))
 
-    def drain(self, id: int) -> None:
+    def drain(self, id: int, cut_off: tuple[bytes, ...]) -> None:
         """See `DecodeHost`."""
+        instances = {int(each.split()[0]) for each in cut_off}
+        if instances:
+            self.world.cut_off(
+                self, [life for life in self.clients.prefills if life.registration.instance in instances]
+            )
         self.world.drain(self, id)
 
     def start(

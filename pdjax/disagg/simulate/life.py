@@ -40,6 +40,7 @@ class Life(Generic[M]):
         self.name = f"{self.role}{index}.{life}"
         self.alive = True
         self.stopped = False
+        self.unreachable = False  # its host: nothing reaches it, or comes from it
         self.offset = 0.0  # of its clock
         self.links: dict[str, End[Life]] = {}  # this side of each
         self.rooms: dict[str, Room] = {}  # live requests, by id
@@ -108,7 +109,7 @@ class Life(Generic[M]):
         """As after SIGCONT: with all that has come meanwhile."""
         if not self.alive or not self.stopped:
             return
-        self.stopped = False
+        self.stopped = self.unreachable = False
         self.world.tell(self.name, "goes on")
         while self.backlog:
             end, call, arguments = self.backlog.popleft()

@@ -127,7 +127,15 @@ def workers_that_end_with_their_leader() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def drained_without_being_cut_off() -> Iterator[None]:
+    """A peer whose host is out of reach is taken for gone."""
+    with mock.patch.object(DecodeRoom, "peer_gone", lambda room, cut_off=(): _PEER_GONE(room)):
+        yield
+
+
 _LANDED = LandingBook.landed
+_PEER_GONE = DecodeRoom.peer_gone
 _RESERVED = DecodeRoom.reserved
 _FAIL, _DAMAGED, _RECEIVE = DecodeRoom._fail, DecodeRoom.damaged, PrefillRoom.received
 _WATCH = Timers.watch
@@ -144,5 +152,6 @@ PLANTS: dict[str, Callable[[], contextlib.AbstractContextManager[None]]] = {
         claim_without_a_page_that_is_lacking,
         success_on_a_missing_rank,
         workers_that_end_with_their_leader,
+        drained_without_being_cut_off,
     )
 }

@@ -158,8 +158,10 @@ class _Play:
             life, kinds = clients.prefills[0], kinds[:6]
         if life.layout.ranks > 1:
             kinds = (*kinds, "worker")
+        elif isinstance(life, PrefillLife):
+            kinds = (*kinds, "unreachable")
         kind = draw.choice(kinds)
-        if kind in ("kill", "stop", "long stop", "jump", "cut", "path", "worker"):
+        if kind in ("kill", "stop", "long stop", "jump", "cut", "path", "worker", "unreachable"):
             clients.disturbed_links = True
         if kind == "kill" and life.alive:
             self.world.faults["kill"] += 1
@@ -174,6 +176,11 @@ class _Play:
             self.world.faults[kind] += 1
             clients.delay += seconds
             life.stand_still(seconds)
+        elif kind == "unreachable" and isinstance(life, PrefillLife) and life.alive and not life.stopped:
+            seconds = draw.uniform(1, 12) * TIMEOUTS.peer
+            self.world.faults["host out of reach"] += 1
+            clients.delay += seconds
+            self.world.lose_host(life, seconds)
         elif kind == "jump":
             self.world.faults["clock jump"] += 1
             life.jump(draw.uniform(0.5, 20))

@@ -51,7 +51,7 @@ def registration(
         model="simulated",
         state=SPEC,
         backend="simulated",
-        ranks=ranks_of(layout, [bytes([rank]) for rank in range(layout.ranks)]),
+        ranks=ranks_of(layout, [b"%d %d" % (instance, rank) for rank in range(layout.ranks)]),
         layout=layout,
         slots=settings.slots,
         slot_pages=settings.slot_pages,

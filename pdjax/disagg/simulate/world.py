@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pdjax.disagg.protocol.messages import ChunkNotice
+from pdjax.disagg.protocol.timers import NEVER
 from pdjax.disagg.simulate.books import Violation
 from pdjax.disagg.simulate.settings import TIMEOUTS
 
@@ -72,6 +73,7 @@ class Write:
         self.reported = False
         self.posted_at = 0.0
         self.lands_at = 0.0
+        self.awaited = False  # by a drain
 
 
 class World:
@@ -135,6 +137,9 @@ class World:
         delay = self.random.uniform(0.002, 0.02)
         if prefill is None or not prefill.alive:
             self.after(delay, decode.link_failed, name, attempt, "connection refused", True)
+            return attempt
+        if prefill.unreachable:
+            self.after(TIMEOUTS.link, decode.link_failed, name, attempt, "its host does not answer", False, True)
             return attempt
         link = Link(name, f"in-{attempt}", prefill, decode)
         if prefill.stopped:
@@ -297,11 +302,41 @@ class World:
                 write.lands_at = write.posted_at + self.draw() * 0.5
                 self.after(write.lands_at - self.now, self._land, write, write.lands_at)
 
+    def lose_host(self, prefill: PrefillLife, seconds: float) -> None:
+        """The cable of a prefill instance's host is pulled for so long. What it has sent comes after that, but for what
+        a drain waits for, which takes it for granted that what was sent is there in a moment."""
+        prefill.stand_still(seconds)
+        prefill.unreachable = True
+        writes = [write for end in prefill.links.values() for write in end.link.writes]
+        for write in [*writes, *(each for each in self._orphaned() if each.link.prefill.life is prefill)]:
+            if write.lands_at > self.now and not write.awaited:
+                write.lands_at = self.now + seconds + self.draw() * 0.5
+                self._at(write.lands_at, self._land, (write, write.lands_at))
+
+    def cut_off(self, decode: DecodeLife, lives: list[PrefillLife]) -> None:
+        """Nothing that these have sent, or send over their links of now, lands any more."""
+        for link in [end.link for life in lives for end in life.links.values() if end.link.decode.life is decode]:
+            link.path = False
+            for write in list(link.writes):
+                self.after(0.001, self._report, write, "the connection was closed")
+                write.lands_at = NEVER
+            link.writes.clear()
+        for write in self._orphaned():
+            if write.link.decode.life is decode and write.link.prefill.life in lives:
+                write.lands_at = NEVER
+        if decode in self._orphans:
+            self._orphans[decode] = [write for write in self._orphans[decode] if write.lands_at < NEVER]
+
+    def _orphaned(self) -> list[Write]:
+        return [write for writes in self._orphans.values() for write in writes]
+
     def drain(self, decode: DecodeLife, id: int) -> None:
         """Tell when all has landed that was sent by now and that nobody reports on any more."""
         orphans = [write for write in self._orphans.pop(decode, ()) if write.lands_at > self.now]
         if orphans:
             self._orphans[decode] = orphans
-        sent = (write.lands_at for write in orphans if write.posted_at <= self.now)
-        dry = max(sent, default=self.now) + 0.01
+        sent = [write for write in orphans if write.posted_at <= self.now]
+        for write in sent:
+            write.awaited = True
+        dry = max((write.lands_at for write in sent), default=self.now) + 0.01
         self.after(dry - self.now, decode.receive, decode.drained, id)

@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager, nullcontext
@@ -139,6 +139,11 @@ class CourierBackend:
     def drain(self, id: int) -> None:
         """Report `Drained` once nothing of peers that are gone can land any more."""
         self._commands.post(lambda: self._start_drain(id))
+
+    def cut_off(self, descriptions: Sequence[bytes]) -> None:
+        """Not possible: whose the library's connections are is not known here."""
+        if descriptions:
+            raise TransferError(f"{self.name} cannot refuse what a peer sends that is out of reach")
 
     def path(self, peer: str) -> str:
         """In words."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import select
 import threading
 import time
 import traceback
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from pdjax.transfer import cuda
 from pdjax.transfer.backend import BackendOptions, Drained, EventSink, Notice, TransferError, Write, WriteFailed
 from pdjax.transfer.checks import check_region
 from pdjax.transfer.commands import SET_UP_BOUND, Commands
-from pdjax.transfer.ucx import binding, description
+from pdjax.transfer.ucx import binding, description, sockets
 from pdjax.transfer.ucx.description import Description, Region
 from pdjax.transfer.ucx.devices import choose, networks, problem_with_gpus, seen, transports
 from pdjax.transfer.ucx.paths import Paths
@@ -27,6 +29,10 @@ _CLOSE_BOUND = 3.0
 _OPEN_PAUSE = 0.05  # seconds; the longest sleep while anything is under way
 _REST_PAUSE = 5.0  # seconds; at rest nothing should be missed, and if it were, this is what it would cost
 _DRY_LOOKS, _DRY_PAUSE = 4, 0.025  # how often, and seconds apart, nothing may be left to receive
+
+_LOOK_EVERY = 5.0  # seconds between looks at who is connected
+# Transports whose bytes come over a connection that this side can close, or never come from another machine.
+_TAKEN_BACK = re.compile(r"tcp|posix|sysv|self|cma|knem|xpmem|sm|shm|mm|cuda\w*")
 
 _DEFAULTS = BackendOptions()
 
@@ -73,6 +79,8 @@ class UcxBackend:
         self._memory: dict[int, Memory] = {}  # by region
         self._writable: set[int] = set()
         self._drains: list[_Drain] = []
+        self._heard_from: set[str] = set()  # IP addresses of peers, seen when notices came
+        self._looked_at = 0.0
         self._errors: deque[tuple[int, str]] = deque()  # endpoints that UCX has given up, and why
         self._closing = False
         self._worker: UcxWorker  # both are made by the thread
@@ -84,6 +92,7 @@ class UcxBackend:
         if self.device_memory and (problem := problem_with_gpus(there, devices, over_tcp=options.gpu_over_tcp)):
             raise TransferError(problem)
         kinds = options.transports or transports(there, devices, gpu=self.device_memory)
+        self._kinds = kinds.split(",")
         self.summary = _summary(self._ucp, kinds, devices or list(networks(there)), self.device_memory)
         arguments = (kinds, devices, options, started)
         self._thread = threading.Thread(target=self._run, args=arguments, name="pdjax-ucx", daemon=True)
@@ -126,6 +135,22 @@ class UcxBackend:
         """Report `Drained` once nothing is left to receive from peers that are gone."""
         self._commands.post(lambda: self._start_drain(id))
 
+    def cut_off(self, descriptions: Sequence[bytes]) -> None:
+        """Close all TCP connections of this process with the hosts of these peers. Raises `TransferError`: some may
+        write by other ways than TCP, or by connections that cannot be told from others."""
+        if not descriptions:
+            return
+        others = [kind for kind in self._kinds if not _TAKEN_BACK.fullmatch(kind)]
+        if others:
+            raise TransferError(f"what UCX sends by {', '.join(others)} cannot be refused once it is under way")
+        peers = [description.decode(each) for each in descriptions]
+        if any(description.may_share_memory(peer.process) for peer in peers):
+            raise TransferError("the peer runs on this machine, and may write into its memory without a network")
+        addresses = {address for peer in peers for address in peer.addresses}
+        if not addresses & (self._heard_from | sockets.remote_addresses()):
+            raise TransferError(f"no connection with {', '.join(sorted(addresses))} has been seen here")
+        sockets.shut_down(addresses)
+
     def path(self, peer: str) -> str:
         """``mapped`` or UCX's transports, in words."""
         return self._paths.path(peer)
@@ -146,7 +171,7 @@ class UcxBackend:
                 self._ucp,
                 transports=transports,
                 devices=devices,
-                on_notice=lambda payload: self._on_event(Notice(payload)),
+                on_notice=self._on_notice,
                 on_error=lambda endpoint, cause: self._errors.append((endpoint, cause)),
             )
             self._paths = Paths(
@@ -169,6 +194,13 @@ class UcxBackend:
         self._commands.rest(reason)
         self._paths.close()
         self._release()
+
+    def _on_notice(self, payload: bytes) -> None:
+        self._on_event(Notice(payload))
+        now = time.monotonic()
+        if now - self._looked_at > _LOOK_EVERY:
+            self._looked_at = now
+            self._heard_from |= sockets.remote_addresses()
 
     def _loop(self) -> None:
         poller = select.poll()
@@ -241,6 +273,7 @@ class UcxBackend:
             worker=self._worker.address(),
             process=description.own_process(),
             regions=regions,
+            addresses=sorted(sockets.own_addresses()),
         )
         return description.encode(whole)
 

@@ -10,8 +10,9 @@ import msgspec
 from pdjax.transfer.backend import TransferError
 from pdjax.transfer.checks import seal, unseal
 
-VERSION = 2
+VERSION = 3
 _MAX_REGIONS = 64
+_MAX_ADDRESSES = 256
 _MAX_BLOB = 4096
 _MIN_KEY = 9  # bytes; UCX reads as many of a key without a look at its length
 
@@ -27,6 +28,7 @@ class Process(msgspec.Struct, frozen=True):
     pid_namespace: str
     pid: int
     start_ticks: int
+    ipc_namespace: str = ""
 
 
 class Region(msgspec.Struct, frozen=True):
@@ -40,13 +42,14 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """A backend: its UCX worker's address, its process and its regions."""
+    """A backend: its UCX worker's address, its process and its regions, and the IP addresses of its host."""
 
     version: int
     ucx: tuple[int, int, int]
     worker: bytes
     process: Process
     regions: list[Region]
+    addresses: list[str] = []
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -72,6 +75,8 @@ def decode(data: bytes) -> Description:
         sane = region.base > 0 and region.nbytes > 0 and region.base + region.nbytes < 1 << 64
         if not sane or not _MIN_KEY <= len(region.rkey) <= _MAX_BLOB:
             raise TransferError(f"the peer's region {region.id} has no memory or no key")
+    if len(description.addresses) > _MAX_ADDRESSES or any(len(each) > 64 for each in description.addresses):
+        raise TransferError("the peer describes its host by too many addresses, or by what is none")
     if len({region.id for region in description.regions}) != len(description.regions):
         raise TransferError("the peer describes a region twice")
     return description
@@ -84,6 +89,7 @@ def own_process() -> Process:
         pid_namespace=os.readlink("/proc/self/ns/pid"),
         pid=os.getpid(),
         start_ticks=_start_ticks("self"),
+        ipc_namespace=os.readlink("/proc/self/ns/ipc"),
     )
 
 
@@ -99,6 +105,14 @@ def is_neighbour(process: Process) -> bool:
         return _start_ticks(str(process.pid)) == process.start_ticks
     except (OSError, ValueError, IndexError):
         return False  # it has ended, or is not ours to see
+
+
+def may_share_memory(process: Process) -> bool:
+    """Whether a described process may reach the memory of this one without a network: it runs on this very kernel, and
+    sees this one's shared memory or this process."""
+    own = own_process()
+    same = process.pid_namespace == own.pid_namespace or process.ipc_namespace == own.ipc_namespace
+    return process.boot_id == own.boot_id and same
 
 
 def is_mapped(address: int, nbytes: int) -> bool:
