@@ -30,6 +30,7 @@ _MAX_PATIENCE = 30.0  # seconds that an accepted peer may wait for its turn
 _JOIN_BOUND = 15.0  # seconds for MPI's join, which takes 2 to 30 ms; twice that, and MPI is given up
 _MAX_HANDSHAKES = 64
 _STOP_BOUND = 5.0
+_SILENT_SECONDS = 1.0  # a host that has not taken a connection for so long is out of reach, or all but
 _NO_HOST = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ETIMEDOUT)
 # MPICH 5.0 over UCX's tcp crashes at about the 125th join of the same two processes.
 _MAX_JOINS_OF_A_PAIR = 100
@@ -65,9 +66,7 @@ class Network:
         self._lock = threading.Lock()
         self._owners: dict[str, object] = {}  # who may speak for a link's name: an attempt, then its Link
         self._joins: Counter[bytes] = Counter()
-        self._without_mpi: set[bytes] = (
-            set()
-        )  # ids of processes with which MPI's own connection is not to be used again
+        self._without_mpi: set[bytes] = set()  # ids of processes with which links are not to use MPI any more
         self._peer_of: dict[str, bytes] = {}  # the process that was last reached, by link
         self._handshakes = 0
         self._incoming = 0
@@ -143,6 +142,7 @@ class Network:
 
     def _reach(self, link: str, owner: object, host: str, port: int, deadline: float) -> None:
         connection, gone, unreachable = None, False, False
+        began = time.monotonic()
         try:
             connection = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.01))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else two words in a row cost 40 ms
@@ -159,7 +159,8 @@ class Network:
         except OSError as error:
             reason = str(error)
             gone = connection is None and isinstance(error, ConnectionRefusedError)
-            unreachable = connection is None and (isinstance(error, TimeoutError) or error.errno in _NO_HOST)
+            silent = isinstance(error, TimeoutError) and time.monotonic() - began >= _SILENT_SECONDS
+            unreachable = connection is None and (silent or error.errno in _NO_HOST)
             if unreachable:
                 self._lose_host(link, host)
         if reason is not None:

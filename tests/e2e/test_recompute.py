@@ -127,7 +127,7 @@ class SGLangRouter(Part):
     """sglang-router as it is by default, with its retries."""
 
     def __init__(self, fleet: Fleet, prefill: list[Part], decode: list[Part]) -> None:
-        self.name, self.port = "sglang-router", free_port()
+        self.name, self.host, self.port = "sglang-router", "127.0.0.1", free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.log = fleet.folder / f"sglang-router-{self.port}.log"
         command = [sys.executable, "-m", "sglang_router.launch_router", "--pd-disaggregation", "--host", "127.0.0.1"]

@@ -177,8 +177,11 @@ for text in sys.stdin:
         case "drain":
             backend.drain(command["id"])
         case "cut_off":
-            backend.cut_off([bytes.fromhex(command["description"])])
-            say(answer="cut_off")
+            try:
+                backend.cut_off([bytes.fromhex(command["description"])])
+                say(answer="cut_off")
+            except TransferError as error:
+                say(answer="cut_off", error=str(error))
         case "usage":
             say(answer="usage", cpu=time.process_time(), fds=len(os.listdir("/proc/self/fd")), rss=resident())
         case "quit":

@@ -146,7 +146,8 @@ class UcxBackend:
         peers = [description.decode(each) for each in descriptions]
         if any(description.may_share_memory(peer.process) for peer in peers):
             raise TransferError("the peer runs on this machine, and may write into its memory without a network")
-        addresses = {address for peer in peers for address in peer.addresses}
+        # Addresses that both hosts have are of bridges within them.
+        addresses = {address for peer in peers for address in peer.addresses} - sockets.own_addresses()
         if not addresses & (self._heard_from | sockets.remote_addresses()):
             raise TransferError(f"no connection with {', '.join(sorted(addresses))} has been seen here")
         sockets.shut_down(addresses)
