@@ -21,6 +21,7 @@ Speeds are divided by speeds: `handshake_p50_speedup_vs_zmq_http` is the p50 of 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -80,25 +81,32 @@ def main() -> None:
     parser.add_argument("--rooms", type=int, default=1000, help="rooms a round (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     args = parser.parse_args()
-    sides: dict[str, list[Side]] = {"pdjax": [], "zmq": []}
+    sides: dict[str, list[Side]] = {"pdjax": []}
+    missing = [name for name in ("zmq", "requests") if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f"control: no peer: {' and '.join(missing)} not installed (pip install pdjax[bench])", file=sys.stderr)
+    else:
+        sides["zmq"] = []
     try:
         for system in sides:
             sides[system].append(Side(f"{system}-prefill"))
-        sides["zmq"].append(Side("bootstrap"))
+        if "zmq" in sides:
+            sides["zmq"].append(Side("bootstrap"))
         for system in sides:
             sides[system].append(Side(f"{system}-decode", *(side.info["port"] for side in sides[system])))
         rows = measure(sides, args)
     finally:
-        for side in [*sides["pdjax"], *sides["zmq"]]:
+        for side in [side for both in sides.values() for side in both]:
             side.end()
     report(rows, as_json=args.json)
 
 
 def measure(sides: dict[str, list[Side]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """All cases in turns; the first round warms up and is thrown away. p50 and p99 are medians of the rounds' own."""
-    samples: dict[str, dict[str, list[float]]] = {name: {} for name, _, _ in CASES}
+    cases = [case for case in CASES if case[1] in sides]
+    samples: dict[str, dict[str, list[float]]] = {name: {} for name, _, _ in cases}
     for number in range(args.rounds + 1):
-        for name, system, mode in CASES:
+        for name, system, mode in cases:
             decode = sides[system][-1]
             times = sorted(decode.ask("handshakes", count=args.handshakes, mode=mode))
             rooms = decode.ask("rooms", count=args.rooms, window=WINDOW, mode=mode)
@@ -113,7 +121,7 @@ def measure(sides: dict[str, list[Side]], args: argparse.Namespace) -> list[dict
                 for figure, value in figures.items():
                     samples[name].setdefault(figure, []).append(value)
     rows = []
-    for name, _, _ in CASES:
+    for name, _, _ in cases:
         row: dict[str, Any] = {"system": name}
         row |= {figure: statistics.median(values) for figure, values in samples[name].items()}
         rows.append(row)
@@ -134,14 +142,21 @@ def _idle(sides: list[Side]) -> float:
 def report(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     """Print a table, or one JSON object."""
     by = {row["system"]: row for row in rows}
-    ours = by["pdjax"]
+
+    def speedup(peer: str, figure: str) -> float | None:
+        """By how much ours is better; None without the peer."""
+        if peer not in by:
+            return None
+        ours, theirs = by["pdjax"][figure], by[peer][figure]
+        return ours / theirs if figure == "rooms_per_s" else theirs / ours
+
     ratios = {
-        "handshake_p50_speedup_vs_zmq_http": by["zmq+http"]["handshake_p50_ms"] / ours["handshake_p50_ms"],
-        "handshake_p50_speedup_vs_zmq_http_kept": by["zmq+http kept"]["handshake_p50_ms"] / ours["handshake_p50_ms"],
-        "handshake_p50_speedup_vs_zmq": by["zmq"]["handshake_p50_ms"] / ours["handshake_p50_ms"],
-        "link_speedup_vs_zmq_http": by["zmq"]["link_ms"] / ours["link_ms"],
-        "rooms_per_s_vs_zmq_http": ours["rooms_per_s"] / by["zmq+http"]["rooms_per_s"],
-        "rooms_per_s_vs_zmq": ours["rooms_per_s"] / by["zmq"]["rooms_per_s"],
+        "handshake_p50_speedup_vs_zmq_http": speedup("zmq+http", "handshake_p50_ms"),
+        "handshake_p50_speedup_vs_zmq_http_kept": speedup("zmq+http kept", "handshake_p50_ms"),
+        "handshake_p50_speedup_vs_zmq": speedup("zmq", "handshake_p50_ms"),
+        "link_speedup_vs_zmq_http": speedup("zmq", "link_ms"),
+        "rooms_per_s_vs_zmq_http": speedup("zmq+http", "rooms_per_s"),
+        "rooms_per_s_vs_zmq": speedup("zmq", "rooms_per_s"),
     }
     if as_json:
         print(json.dumps({"bench": "control", "rows": rows, "ratios": ratios}))
@@ -151,7 +166,7 @@ def report(rows: list[dict[str, Any]], *, as_json: bool) -> None:
     for row in rows:
         print(f"{row['system']:<15}" + "".join(f"{row[c]:>24.3f}" if c in row else " " * 24 for c in columns))
     for name, ratio in ratios.items():
-        print(f"{name}: {ratio:.2f}")
+        print(f"{name}: {'-' if ratio is None else f'{ratio:.2f}'}")
 
 
 if __name__ == "__main__":
