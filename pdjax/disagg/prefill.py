@@ -220,8 +220,8 @@ class Prefill:
     def rebootstrap(self, rid: str, room: int, token_ids: list[int], priority: int) -> tuple[int, str] | None:
         """Like a request of the frontend, which does not know this one and passes over what it is told of it."""
         one = SamplingParams(max_new_tokens=1, temperature=0.0)
-        request = Request(rid, token_ids, one, seed=0, rendezvous=Rendezvous("", 0, room), priority=priority)
-        request.has_begun = True
+        meeting = Rendezvous("", 0, room)
+        request = Request(rid, token_ids, one, seed=0, rendezvous=meeting, priority=priority, has_begun=True)
         request.wanted_rank = dp_rank_of(room, self._layout, None, self._dp_policy)
         return self._engine.accept(request)
 

@@ -48,6 +48,8 @@ class _Transfer:
 class Link:
     """See the module's docstring. `now` is always `time.monotonic`."""
 
+    _read_bytes = 4096  # at a time, from the connection
+
     def __init__(
         self, name: str, peer: bytes, communicator: Any, connection: socket.socket, *, incoming: bool, now: float
     ) -> None:
@@ -108,7 +110,7 @@ class Link:
     def read(self, now: float) -> bool:
         """Take in what has come over the connection. Returns whether there may be more."""
         try:
-            data = self.connection.recv(4096)
+            data = self.connection.recv(self._read_bytes)
         except BlockingIOError:
             return False
         except OSError as error:
@@ -116,6 +118,11 @@ class Link:
             data = b""
         if not data:
             self._ended = True
+        self._hear(data, now)
+        return bool(data)
+
+    def _hear(self, data: bytes, now: float) -> None:
+        """Take in words of the peer."""
         if not self._due and RING in data:
             self._due_since = now
         self._due += data.count(RING)
@@ -124,7 +131,6 @@ class Link:
             self._untaken -= taken
             self._taken_at = now
         self._peer_closing |= CLOSING in data
-        return bool(data)
 
     def progress(self, now: float) -> list[bytes]:
         """Move everything that can move. Returns the messages that have arrived, in order.

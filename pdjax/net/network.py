@@ -17,7 +17,6 @@ import traceback
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 from pdjax.net import handshake, mpi
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp, NetEvent
@@ -344,11 +343,10 @@ class Network:
             self._turn.release()
             join.done.set()
         now = time.monotonic()
-        about: dict[str, Any] = {"incoming": join.incoming, "now": now}
-        if join.plain:
-            link = PlainLink(join.link, join.peer, join.connection, **about)
+        if communicator is None:
+            link = PlainLink(join.link, join.peer, join.connection, incoming=join.incoming, now=now)
         else:
-            link = Link(join.link, join.peer, communicator, join.connection, **about)
+            link = Link(join.link, join.peer, communicator, join.connection, incoming=join.incoming, now=now)
         with self._lock:
             wanted = self._owners.get(join.link) is join.owner
             if wanted:

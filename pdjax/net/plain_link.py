@@ -18,6 +18,8 @@ _LENGTH_BYTES = 4
 class PlainLink(Link):
     """As `Link`; after the byte that rings comes the message, with its length in front."""
 
+    _read_bytes = 1 << 18
+
     def __init__(self, name: str, peer: bytes, connection: socket.socket, *, incoming: bool, now: float) -> None:
         super().__init__(name, peer, None, connection, incoming=incoming, now=now)
         self._input = bytearray()
@@ -29,25 +31,14 @@ class PlainLink(Link):
         """Whether the next call moves something."""
         return bool(self._arrived or (self._outbox and self._untaken < WINDOW))
 
-    def read(self, now: float) -> bool:
-        """Take in what has come over the connection. Returns whether there may be more."""
-        try:
-            data = self.connection.recv(1 << 18)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            self.unreachable |= isinstance(error, TimeoutError)
-            data = b""
-        if not data:
-            self._ended = True
-        self._input += data
-        while self._problem is None and self._take_one(now):
-            continue
-        return bool(data)
-
     def release(self) -> None:
         """Let go of the connection."""
         self.connection.close()
+
+    def _hear(self, data: bytes, now: float) -> None:
+        self._input += data
+        while self._problem is None and self._take_one(now):
+            continue
 
     def _take_one(self, now: float) -> bool:
         """Take the next word from what has come. False: it is not whole yet."""

@@ -145,6 +145,17 @@ def instance(
     return Part(folder, role, [role, "--config", str(config), *sorted(bindings)], port, env, host, before)
 
 
+def wait_all_ready(parts: Sequence[Part], seconds: float) -> None:
+    """Until all are ready. If one fails, all are ended."""
+    try:
+        for part in parts:
+            part.wait_ready(seconds)
+    except BaseException:
+        for part in parts:
+            part.kill()
+        raise
+
+
 def router(folder: Path, prefill: list[Part], decode: list[Part], *options: str) -> Part:
     port = free_port()
     arguments = ["router", "--port", str(port), *options]

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from halves import Half, Room, open_room
 from hosts import Hosts, can_make_hosts
-from processes import Part, free_port, instance
+from processes import Part, free_port, instance, wait_all_ready
 from tiny_pair import BOUND_SECONDS, CONFIG, LONG, START_SECONDS, prompt, until, wait_ended
 
 pytestmark = [
@@ -33,12 +33,7 @@ class Far:
             self._start("decode", 2),
             self._start("prefill", 3),
         )
-        try:
-            for part in self.parts:
-                part.wait_ready(START_SECONDS)
-        except BaseException:
-            self.kill()
-            raise
+        wait_all_ready(self.parts, START_SECONDS)
 
     @property
     def parts(self) -> tuple[Part, Part, Part]:
@@ -52,6 +47,14 @@ class Far:
 
     def room(self, prefill: Part, length: int, tokens: int = 8, sides: str = "pd") -> Room:
         return open_room(prefill, self.decode, self.bootstrap, prompt(length), tokens, sides=sides)
+
+    def cut_midway(self, host: int) -> list[Room]:
+        """Pull a host's cable while the first prefill instance sends, with slots out. Returns its rooms."""
+        with self.hosts.slow(1, 20):
+            rooms = [self.room(self.prefill, 1500) for _ in range(6)]
+            until(lambda: self.decode.metrics()["pdjax_staging_slots_free"] < SLOTS, self.decode)
+            self.hosts.cut(host)
+        return rooms
 
     def kill(self) -> None:
         for part in self.parts:
@@ -131,10 +134,7 @@ def test_the_path_between_two_hosts_can_be_looked_at_before_traffic(far: Far) ->
 def test_a_decode_instance_out_of_reach_costs_prefill_its_rooms_and_nothing_else(far: Far, tiny_answer: Answer) -> None:
     room = far.room(far.prefill, 60, LONG[1])
     assert room.decode is not None and room.decode.first.wait(30)
-    with far.hosts.slow(1, 20):
-        rooms = [far.room(far.prefill, 1500) for _ in range(6)]
-        until(lambda: far.decode.metrics()["pdjax_staging_slots_free"] < SLOTS, far.decode)
-        far.hosts.cut(2)
+    rooms = far.cut_midway(2)
     try:
         cut = time.monotonic()
         rooms += [far.room(far.prefill, 40, sides="p") for _ in range(2)]
@@ -156,10 +156,7 @@ def test_a_decode_instance_out_of_reach_costs_prefill_its_rooms_and_nothing_else
 
 def test_a_prefill_host_that_vanishes_takes_no_slot_with_it_for_good(far: Far, tiny_answer: Answer) -> None:
     assert is_right(far.room(far.prefill, 40), tiny_answer)
-    with far.hosts.slow(1, 20):
-        rooms = [far.room(far.prefill, 1500) for _ in range(6)]
-        until(lambda: far.decode.metrics()["pdjax_staging_slots_free"] < SLOTS, far.decode)
-        far.hosts.cut(1)
+    rooms = far.cut_midway(1)
     try:
         cut = time.monotonic()
         for room in rooms:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halves import Room, open_room
-from processes import Part, free_port, instance
+from processes import Part, free_port, instance, wait_all_ready
 
 CONFIG = Path(__file__).with_name("tiny.gin")
 BACKEND = Path(__file__).with_name("delayed_writes")
@@ -37,12 +37,7 @@ class TinyPair:
         self.bootstrap = free_port()
         self.prefill = self.start("prefill")
         self.decode = self.start("decode")
-        try:
-            for part in self.parts:
-                part.wait_ready(START_SECONDS)
-        except BaseException:
-            self.kill()
-            raise
+        wait_all_ready(self.parts, START_SECONDS)
         self.capacity = {part.name: part.metrics()["pdjax_free_pages"] for part in self.parts}
 
     @property
