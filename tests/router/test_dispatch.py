@@ -11,7 +11,7 @@ import time
 
 import pytest
 from aiohttp import web
-from upstream import PATIENCE, Client, Handler, Upstream, message, streams, wait_until, waits_forever
+from upstream import PATIENCE, Client, Handler, Upstream, asked, dies, message, streams, wait_until, waits_forever
 
 from pdjax.web import MAX_BODY
 
@@ -19,32 +19,14 @@ ROOM_MAX = 2**63 - 1
 AT_ONCE = 10.0  # seconds; the other side would wait for 600
 
 
-def dies(*, once_asked: Upstream | None = None) -> Handler:
-    """Breaks the connection, after another upstream has got its half of the request."""
-
-    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
-        await asked(once_asked)
-        assert request.transport is not None
-        request.transport.abort()
-        await asyncio.sleep(600)
-        raise AssertionError("unreachable")
-
-    return handle
-
-
 def fails(status: int, message: str, *, once_asked: Upstream) -> Handler:
     """Answers with an error, after another upstream has got its half of the request."""
 
     async def handle(request: web.Request, body: dict) -> web.StreamResponse:
-        await asked(once_asked)
+        await asked(once_asked, body)
         return web.json_response({"error": {"message": message}}, status=status)
 
     return handle
-
-
-async def asked(upstream: Upstream | None) -> None:
-    while upstream is not None and not upstream.bodies:  # filled by another thread
-        await asyncio.sleep(0.01)
 
 
 def test_both_instances_get_the_same_body_with_a_room_and_the_client_gets_decodes_answer(router, prefill, decode):

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import pytest
 from aiohttp import web
-from upstream import Handler, RouterProcess, Upstream, answer_ok, message, streams, wait_until, waits_forever
+from upstream import Handler, RouterProcess, Upstream, answer_ok, dies, message, streams, wait_until, waits_forever
 
 
 @pytest.fixture
@@ -40,16 +40,6 @@ def says(status: int, text: str, *, pause: float = 0.0) -> Handler:
     return handle
 
 
-def dies() -> Handler:
-    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
-        await asyncio.sleep(0.05)  # until both halves are sent
-        assert request.transport is not None
-        request.transport.abort()
-        return await waits_forever()(request, body)
-
-    return handle
-
-
 def waits_for(port: int) -> Handler:
     """A decode instance that is served by one prefill instance only."""
 
@@ -70,7 +60,7 @@ def recomputed(router: RouterProcess) -> float:
 @pytest.mark.parametrize("body", [{"text": "x"}, {"text": "x", "stream": True}, {"text": ["x", "y"]}])
 def test_what_a_dying_prefill_instance_had_is_computed_by_another_in_a_new_room(stack, body):
     prefills, (decode,), router = fleet(stack, prefill=2, decode=1)
-    prefills[0].handle, decode.handle = dies(), waits_for(9002)
+    prefills[0].handle, decode.handle = dies(once_asked=decode), waits_for(9002)
     answers = [router.request("/generate", body) for _ in range(2)]
     assert [status for status, _ in answers] == [200, 200]
     lost, again = prefills[0].bodies[0], decode.bodies[-1]
@@ -101,7 +91,7 @@ def test_a_stream_whose_head_has_come_and_no_event_is_not_lost_either(stack):
 
 def test_with_one_pair_the_same_is_asked_again_so_often_and_then_the_reason_is_told(stack):
     (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1, recomputes=3)
-    prefill.handle, decode.handle = waits_forever(), says(502, "chunk 0 arrived damaged 3 times", pause=0.05)
+    prefill.handle, decode.handle = waits_forever(), says(502, "chunk 0 arrived damaged 3 times")
     status, said = router.request("/generate", {"text": "x"})
     assert status == 502 and message(said).startswith("chunk 0 arrived damaged 3 times")
     assert "4 times" in message(said)
@@ -238,7 +228,7 @@ def test_so_does_the_routers_own_limit(stack):
 
 def test_an_instance_lets_go_of_a_clients_id_before_it_is_asked_again(stack):
     (prefill,), (decode,), router = fleet(stack, prefill=1, decode=1, recomputes=1)
-    prefill.handle, decode.handle = dies(), waits_forever()
+    prefill.handle, decode.handle = dies(once_asked=decode), waits_forever()
     assert router.request("/generate", {"text": "x", "rid": "mine"})[0] == 502
     first, release, second = decode.bodies
     assert release == {"rid": "mine"} and first["rid"] == second["rid"] == "mine"

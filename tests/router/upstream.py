@@ -13,7 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from aiohttp import web
 
@@ -28,10 +28,14 @@ async def answer_ok(request: web.Request, body: dict[str, Any]) -> web.StreamRes
 class Upstream:
     """An HTTP server in a thread of its own. `handle` answers all generation routes.
 
+    As with real instances, decode has nothing to answer before a prefill instance has got its part of the request.
+
     Attributes:
         bodies: of the requests, as they came.
         left: set once a client has closed its connection under a request.
     """
+
+    _rooms_prefilled: ClassVar[set[int]] = set()
 
     def __init__(self, role: str, *, port: int = 0, **info: Any) -> None:
         self.role = role
@@ -138,7 +142,13 @@ class Upstream:
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = json.loads(await request.read())
         self.bodies.append(body)
+        rooms = body.get("bootstrap_room", [])
+        rooms = set(rooms) if isinstance(rooms, list) else {rooms}
         try:
+            if self.role == "prefill":
+                self._rooms_prefilled.update(rooms)
+            while not rooms <= self._rooms_prefilled:  # filled by other threads
+                await asyncio.sleep(0.001)
             return await self.handle(request, body)
         except asyncio.CancelledError:
             self.left.set()
@@ -203,6 +213,23 @@ def waits_forever() -> Handler:
         raise AssertionError("unreachable")
 
     return handle
+
+
+def dies(*, once_asked: Upstream | None = None) -> Handler:
+    """Breaks the connection, after another upstream has got its half of the request."""
+
+    async def handle(request: web.Request, body: dict) -> web.StreamResponse:
+        await asked(once_asked, body)
+        assert request.transport is not None
+        request.transport.abort()
+        return await waits_forever()(request, body)
+
+    return handle
+
+
+async def asked(upstream: Upstream | None, body: dict) -> None:
+    while upstream is not None and body not in upstream.bodies:  # filled by another thread
+        await asyncio.sleep(0.01)
 
 
 def streams(*events: str, then: Handler | None = None) -> Handler:
