@@ -76,13 +76,13 @@ def _with_shorthands(args: argparse.Namespace, overrides: list[str]) -> list[str
 
 
 def _under_mpi(processes: int, arguments: list[str]) -> int:
-    """Start again under ``mpiexec`` unless that has happened. Returns an exit code: 0 to go on."""
+    """Start again, prepared for MPI, unless that has happened. Returns an exit code: 0 to go on."""
     from pdjax.launch import mpiexec
 
-    if not mpiexec.under_mpi():
+    if not mpiexec.is_prepared():
         try:
             mpiexec.start_again(processes, arguments)
-        except OSError as error:
+        except (OSError, mpiexec.StartedApartError) as error:
             print(f"pdjax: {error}", file=sys.stderr)
             return 2
     return 0

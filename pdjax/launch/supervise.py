@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from pdjax.launch.mpiexec import alone_here
+
 PR_SET_PDEATHSIG = 1
 
 
@@ -32,6 +34,7 @@ class Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=alone_here(dict(os.environ)),
             preexec_fn=_die_with_parent,
         )
         self._reader = threading.Thread(target=self._read, daemon=True)

@@ -161,6 +161,13 @@ def prepare(connection: socket.socket) -> socket.socket:
         return connection
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 2), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 3)):
+    # Keepalives tell of a connection at rest; the user timeout tells when what was sent is not acknowledged.
+    bounds = (
+        (socket.TCP_KEEPIDLE, 2),
+        (socket.TCP_KEEPINTVL, 1),
+        (socket.TCP_KEEPCNT, 3),
+        (socket.TCP_USER_TIMEOUT, 5000),
+    )
+    for option, value in bounds:
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
     return connection

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 
 from pdjax.net import mpi
+from pdjax.net.addresses import address_towards, own_addresses
 from pdjax.net.crew import MEET_SECONDS, Crew, Worker, prepare
 
 _CARD = struct.Struct("<32sI")  # by which a worker shows that it is of this instance: the token, and its rank
@@ -34,6 +35,7 @@ class WorldError(Exception):
 
 class _Hello(msgspec.Struct, frozen=True):
     host: str
+    addresses: list[str]
     pid: int
     facts: dict[str, str]
 
@@ -78,7 +80,7 @@ def meet(facts: Mapping[str, str]) -> World:
         WorldError: a fact differs, or a worker does not connect in time.
     """
     comm = mpi.load().COMM_WORLD
-    own = _Hello(socket.gethostname(), os.getpid(), dict(facts))
+    own = _Hello(socket.gethostname(), sorted(own_addresses()), os.getpid(), dict(facts))
     hellos = [msgspec.msgpack.decode(body, type=_Hello) for body in _exchange(comm, msgspec.msgpack.encode(own))]
     rank, size = comm.Get_rank(), comm.Get_size()
     problem = next((text for other in range(size) if (text := _differs(other, hellos)) is not None), None)
@@ -89,10 +91,10 @@ def meet(facts: Mapping[str, str]) -> World:
     with tempfile.TemporaryDirectory(prefix="pdjax-") as private:  # mode 0700: only this user may connect
         listener, invitation = None, b""
         if rank == 0:
-            host = "127.0.0.1" if one_host else own.host
-            listener = _listen(f"{private}/leader.sock" if one_host else None, size)
+            host = "127.0.0.1" if one_host else _reached_at(own, hellos)
+            listener = _listen(f"{private}/leader.sock", size) if one_host else _server(host, size)
             address = listener.getsockname() if one_host else (host, listener.getsockname()[1])
-            meeting = _Meeting(address, f"{host}:{_free_port(host)}", secrets.token_bytes(32))
+            meeting = _Meeting(address, _joined(host, _free_port(host)), secrets.token_bytes(32))
             invitation = msgspec.msgpack.encode(meeting)
         meeting = msgspec.msgpack.decode(_exchange(comm, invitation)[0], type=_Meeting)
         shared = (rank, size, neighbours.index(rank), len(neighbours), meeting.coordinator)
@@ -127,14 +129,26 @@ def _differs(rank: int, hellos: list[_Hello]) -> str | None:
     return None
 
 
+def _reached_at(own: _Hello, hellos: list[_Hello]) -> str:
+    """The leader's address for workers on other hosts."""
+    others = (hello.addresses for hello in hellos if hello.host != own.host)
+    return next((found for each in others if (found := address_towards(each)) is not None), own.host)
+
+
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0)) as probe:
+    with _server(host) as probe:
         return probe.getsockname()[1]
 
 
-def _listen(path: str | None, backlog: int) -> socket.socket:
-    if path is None:
-        return socket.create_server(("", 0), backlog=backlog)
+def _joined(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _server(host: str, backlog: int | None = None) -> socket.socket:
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=backlog)
+
+
+def _listen(path: str, backlog: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(path)
     listener.listen(backlog)

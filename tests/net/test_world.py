@@ -6,9 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from pdjax.net.mpi import environment
+from tests.hosts import Hosts, can_make_hosts
 from tests.jobs import REPOSITORY
 
 START = """
@@ -24,13 +28,13 @@ def tell(*words):
 
 # A process manager kills the others as soon as it sees that one has ended out of turn; an instance's processes, and
 # these, are therefore children of a shell that stays a little longer.
+MPIEXEC = [str(Path(sys.executable).with_name("mpiexec")), "-n"]
 LINGER = '"$@"; code=$?; sleep "$LINGER"; exit $code'
 
 
-def run(code: str, *, ranks: int = 3, linger: float = 0.0) -> tuple[int, list[str]]:
+def run(code: str, *, start: Sequence[str] = (*MPIEXEC, "3"), linger: float = 0.0) -> tuple[int, list[str]]:
     """Run code in an mpiexec job. Returns its exit code and what it told, in order."""
-    mpiexec = Path(sys.executable).with_name("mpiexec")
-    command = [mpiexec, "-n", str(ranks), "/bin/sh", "-c", LINGER, "sh", sys.executable, "-c", START + code]
+    command = [*start, "/bin/sh", "-c", LINGER, "sh", sys.executable, "-c", START + code]
     with tempfile.NamedTemporaryFile("r") as told:
         more = {"PYTHONPATH": str(REPOSITORY), "TOLD": told.name, "LINGER": str(linger)}
         env = environment(dict(os.environ)) | more
@@ -103,6 +107,16 @@ mpi.shutdown(0)
     assert said == ["0 (1, b'done') (1, b'early') (2, b'done')"]
 
 
+@pytest.mark.skipif(not can_make_hosts(), reason="hosts are made as root, with ip and unshare")
+def test_a_leader_is_found_from_another_host_whatever_its_name_means_to_itself(tmp_path: Path) -> None:
+    hosts = Hosts(2, tmp_path, own_name_is_local=True)
+    try:
+        code, said = run("tell(meet({}).coordinator.split(':')[0])\nmpi.shutdown(0)", start=hosts.mpiexec([1, 2]))
+    finally:
+        hosts.close()
+    assert code == 0 and sorted(said) == [f"{rank} {hosts.address(1)}" for rank in (0, 1)]
+
+
 def test_processes_that_were_started_differently_are_told_in_what() -> None:
     code, said = run(
         """
@@ -153,7 +167,7 @@ try: world.worker.receive(None)
 except Gone as end: tell("its leader", end)
 os._exit(0)
 """,
-        ranks=2,
+        start=(*MPIEXEC, "2"),
         linger=2,
     )
     assert "1 its leader is gone" in said

@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
+from pdjax.net.addresses import own_addresses
 from pdjax.transfer import cuda
 from pdjax.transfer.backend import BackendOptions, Drained, EventSink, Notice, TransferError, Write, WriteFailed
 from pdjax.transfer.checks import check_region
@@ -147,7 +148,7 @@ class UcxBackend:
         if any(description.may_share_memory(peer.process) for peer in peers):
             raise TransferError("the peer runs on this machine, and may write into its memory without a network")
         # Addresses that both hosts have are of bridges within them.
-        addresses = {address for peer in peers for address in peer.addresses} - sockets.own_addresses()
+        addresses = {address for peer in peers for address in peer.addresses} - own_addresses()
         if not addresses & (self._heard_from | sockets.remote_addresses()):
             raise TransferError(f"no connection with {', '.join(sorted(addresses))} has been seen here")
         sockets.shut_down(addresses)
@@ -274,7 +275,7 @@ class UcxBackend:
             worker=self._worker.address(),
             process=description.own_process(),
             regions=regions,
-            addresses=sorted(sockets.own_addresses()),
+            addresses=sorted(own_addresses()),
         )
         return description.encode(whole)
 

@@ -7,14 +7,7 @@ import os
 import socket
 from collections.abc import Collection, Generator
 
-import psutil
-
-
-def own_addresses() -> set[str]:
-    """IP addresses of this host, but for those that mean every host itself."""
-    families = (socket.AF_INET, socket.AF_INET6)
-    found = (each for addresses in psutil.net_if_addrs().values() for each in addresses if each.family in families)
-    return {_plain(each.address) for each in found} - {"127.0.0.1", "::1"}
+from pdjax.net.addresses import plain
 
 
 def remote_addresses() -> set[str]:
@@ -48,9 +41,4 @@ def _connections() -> Generator[tuple[socket.socket, str]]:
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM:
                 with contextlib.suppress(OSError):  # not connected
-                    yield connection, _plain(connection.getpeername()[0])
-
-
-def _plain(address: str) -> str:
-    """Without the name of an interface, and IPv4 as such."""
-    return address.partition("%")[0].removeprefix("::ffff:")
+                    yield connection, plain(connection.getpeername()[0])

@@ -6,9 +6,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
@@ -29,21 +31,33 @@ def can_make_hosts() -> bool:
 
 
 class Hosts:
-    """So many of them, numbered from 1, with the addresses 10.77.0.N; the bridge is 10.77.0.254."""
+    """So many of them, numbered from 1, with the addresses 10.77.0.N; the bridge is 10.77.0.254.
 
-    def __init__(self, count: int, folder: Path) -> None:
+    Args:
+        own_name_is_local: each takes its own name for a loopback address, as Debian has it.
+
+    Attributes:
+        ssh: a program that takes the place of ssh between them.
+    """
+
+    def __init__(self, count: int, folder: Path, *, own_name_is_local: bool = False) -> None:
         self._tag = f"pdjax-{os.getpid()}"
-        self._count = count
-        self._names = folder / "hosts"
-        addresses = "".join(f"{self.address(host)} {self.name(host)}\n" for host in range(1, count + 1))
-        self._names.write_text("127.0.0.1 localhost\n" + addresses)
+        self._folder = folder
+        self._all = range(1, count + 1)
+        addresses = "".join(f"{self.address(host)} {self.name(host)}\n" for host in self._all)
+        for host in self._all:
+            own = f"127.0.1.1 {self.name(host)}\n" if own_name_is_local else ""
+            self._names(host).write_text("127.0.0.1 localhost\n" + own + addresses)
+        self.ssh = folder / "ssh"
+        self.ssh.write_text(self._script())
+        self.ssh.chmod(0o700)
         _ip("netns", "add", self._bridge)
         try:
             _ip("-n", self._bridge, "link", "add", "bridge", "type", "bridge")
             _ip("-n", self._bridge, "address", "add", "10.77.0.254/24", "dev", "bridge")
             for device in ("bridge", "lo"):
                 _ip("-n", self._bridge, "link", "set", device, "up")
-            for host in range(1, count + 1):
+            for host in self._all:
                 self._add(host)
         except BaseException:
             self.close()
@@ -65,6 +79,10 @@ class Hosts:
     def _space(self, host: int) -> str:
         return f"{self._tag}-{host}"
 
+    def _names(self, host: int) -> Path:
+        """Its /etc/hosts."""
+        return self._folder / f"names{host}"
+
     def name(self, host: int) -> str:
         return f"host{host}"
 
@@ -73,8 +91,23 @@ class Hosts:
 
     def on(self, host: int) -> list[str]:
         """What comes before a command that is to run there."""
-        start = ["sh", "-c", _START, "sh", self.name(host), str(self._names)]
+        start = ["sh", "-c", _START, "sh", self.name(host), str(self._names(host))]
         return ["ip", "netns", "exec", self._space(host), *_APART, *start]
+
+    def mpiexec(self, hosts: Sequence[int]) -> list[str]:
+        """What comes before a command that is to run once on each of these, as a cluster's users start it."""
+        names = ",".join(map(self.name, hosts))
+        mpiexec = Path(sys.executable).with_name("mpiexec")
+        return [
+            *self.on(hosts[0]), str(mpiexec), "-launcher", "ssh", "-launcher-exec", str(self.ssh),
+            "-hosts", names, "-n", str(len(hosts)), "-ppn", "1",
+        ]  # fmt: skip
+
+    def _script(self) -> str:
+        """What process managers take for ssh: it is given options, a host's name and a command."""
+        cases = (f'{self.name(host)}) exec {shlex.join(self.on(host))} sh -c "$*" ;;' for host in self._all)
+        options = 'while [ "${1#-}" != "$1" ]; do shift; done'
+        return "\n".join(["#!/bin/sh", options, "host=$1; shift", "case $host in", *cases, "esac"])
 
     def cut(self, host: int) -> None:
         """Pull its cable: nobody is told anything."""
@@ -106,7 +139,7 @@ class Hosts:
 
     def close(self) -> None:
         """Take all of it away."""
-        for space in (self._bridge, *(self._space(host) for host in range(1, self._count + 1))):
+        for space in (self._bridge, *(self._space(host) for host in self._all)):
             if Path("/run/netns", space).exists():
                 _ip("netns", "delete", space)
 
