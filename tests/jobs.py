@@ -98,7 +98,10 @@ class Job:
 
     def exit_code(self) -> int:
         """Wait for the job to end by itself."""
-        return self._process.wait(PATIENCE)
+        code = self._process.wait(PATIENCE)
+        if code:
+            print(f"ended with {code}:\n{self.noise()}")  # for whoever reads why a test has failed
+        return code
 
     def end(self) -> None:
         """Make sure that nothing of the job is left."""

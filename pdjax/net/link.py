@@ -164,6 +164,8 @@ class Link:
         self.connection.close()
         unfinished = [*self._sends, *([self._receive] if self._receive is not None else [])]
         _abandoned.extend(unfinished)
+        if unfinished or (self._ended and not self._peer_closing):
+            mpi.note_lost_peer()
         if unfinished:
             return
         try:

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ _MPI_ENVIRONMENT = {
 _TCP_OVER_LO = (1, 22)  # the first UCX that can use tcp over the loopback interface between two processes
 
 _loaded: Any = None
+_has_lost_a_peer = False
 _lock = threading.Lock()
 
 
@@ -67,6 +69,13 @@ def load(ucx_library: str | None = None) -> Any:
                 forget_names()
             _loaded = MPI
         return _loaded
+
+
+def note_lost_peer() -> None:
+    """A process that MPI had a connection with has ended under it. MPI works on for all others, but its own end is no
+    longer safe: what UCX has kept for that peer crashes it now and then when its worker is destroyed."""
+    global _has_lost_a_peer
+    _has_lost_a_peer = True
 
 
 def forget_names() -> None:
@@ -142,7 +151,8 @@ def _is_up(name: str) -> bool:
 
 
 def shutdown(code: int, *, timeout: float = 5.0) -> None:
-    """End this process with an exit code, after MPI has been finalized or `timeout` seconds have gone by.
+    """End this process with an exit code, after all of its job have come here and MPI has been finalized, or `timeout`
+    seconds have gone by.
 
     Call it last, from the thread that may call MPI (with every `Network` stopped). The process manager wants MPI
     finalized; yet links to peers that are dead or stuck may hold that up for ever, hence the bound, and the hard exit:
@@ -153,12 +163,23 @@ def shutdown(code: int, *, timeout: float = 5.0) -> None:
     bound = threading.Timer(timeout, os._exit, (code,))
     bound.daemon = True
     bound.start()
-    alone = _loaded is None or _loaded.Is_finalized() or _loaded.COMM_WORLD.Get_size() == 1
+    if _loaded is None or _loaded.Is_finalized():
+        os._exit(code)
+    alone = _loaded.COMM_WORLD.Get_size() == 1
     # After a failure the others of this job may be dead or stuck, and MPI would wait for them; its process manager
     # ends them when this process ends without having finalized.
-    if _loaded is not None and not _loaded.Is_finalized() and (code == 0 or alone):
+    if code == 0 and not alone:
+        _meet_others(_loaded.COMM_WORLD)
+    if not _has_lost_a_peer and (code == 0 or alone):
         _loaded.Finalize()
         if not alone:
             # MPICH takes its leave of the process manager in C's exit handlers; without it, the others are killed.
             ctypes.CDLL(None).exit(code)
     os._exit(code)
+
+
+def _meet_others(world: Any) -> None:
+    """Until all of this job are here: who ends without having finalized ends the others, too."""
+    everyone = world.Ibarrier()
+    while not everyone.Test():
+        time.sleep(1e-3)

@@ -1,0 +1,72 @@
+#!/usr/bin/env bash
+#SBATCH --job-name=pdjax
+#SBATCH --ntasks-per-node=1
+#SBATCH --signal=B:TERM@30
+# Prefill and decode instances on the nodes of one Slurm job, and a router on its first node. Options are those of an
+# instance; the model's folder and this one must be where all nodes see them. From this folder's parent:
+#
+#   sbatch --nodes=4 launch/slurm.sh --config configs/tp2.gin --gin.Model.folder=/shared/model
+#
+# Every instance gets as many nodes as every other, with a process on each, which has all devices of its node. An
+# instance that ends is started again; the router goes on with the others meanwhile. Variables, for sbatch --export:
+#
+#   PREFILL, DECODE   how many instances of each role (1)
+#   PORT              the router's (8000); instances take the ports from PORT + 1 on, and as many more for their rooms
+#   MPI               what srun starts MPI programs by (pmi2)
+#   PDJAX_SECRET      what all of them know; made up if it is not set
+set -euo pipefail
+cd "${SLURM_SUBMIT_DIR:?this is a job for sbatch}"
+# shellcheck disable=SC1091
+. launch/environment.sh
+prepare
+
+port="${PORT:-8000}"
+instances=$((${PREFILL:-1} + ${DECODE:-1}))
+each=$((SLURM_JOB_NUM_NODES / instances))
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+if [ "$each" -lt 1 ]; then
+    echo "$instances instances need as many nodes; the job has $SLURM_JOB_NUM_NODES (sbatch --nodes)" >&2
+    exit 2
+fi
+export PDJAX_SECRET="${PDJAX_SECRET:-$(head -c 32 /dev/urandom | base64)}"
+
+# Usage: step OPTION... COMMAND...: a step that is started again until it ends as one that was asked to.
+step() {
+    local stopping=
+    trap 'stopping=1' TERM
+    until srun --kill-on-bad-exit=1 "$@" < /dev/null || [ "$stopping" ]; do
+        sleep 5
+    done
+}
+
+number=0
+prefill=() decode=()
+# Usage: start ROLE OPTION...: the next instance, on the next nodes.
+start() {
+    local role="$1" first=$((number * each)) own rooms
+    shift
+    own=$((port + 1 + number)) rooms=$((port + 1 + instances + number))
+    number=$((number + 1))
+    local where="${nodes[*]:first:each}"
+    step --mpi="${MPI:-pmi2}" --nodes="$each" --ntasks="$each" --nodelist="${where// /,}" \
+        python -m pdjax.launch "$role" --nproc "$each" "$@" --gin.Server.host=0.0.0.0 --gin.Server.port="$own" \
+        --gin.Disagg.bootstrap_host=0.0.0.0 --gin.Disagg.bootstrap_port="$rooms" &
+    case "$role" in
+        prefill) prefill+=("http://${nodes[first]}:$own") ;;
+        decode) decode+=("http://${nodes[first]}:$own") ;;
+    esac
+}
+
+# Each step is asked to end, and tells its clients so.
+end() {
+    trap - TERM INT
+    kill $(jobs -p)
+    scancel --signal=TERM "$SLURM_JOB_ID"
+    wait
+}
+trap end TERM INT
+for ((i = 0; i < ${PREFILL:-1}; i++)); do start prefill "$@"; done
+for ((i = 0; i < ${DECODE:-1}; i++)); do start decode "$@"; done
+step --mpi=none --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
+    python -m pdjax.launch router --host 0.0.0.0 --port "$port" --prefill "${prefill[@]}" --decode "${decode[@]}" &
+wait
