@@ -16,9 +16,10 @@
 #   PDJAX_SECRET      what all of them know; made up if it is not set
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:?this is a job for sbatch}"
-# shellcheck disable=SC1091
-. launch/environment.sh
-prepare
+if [ -z "${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then
+    # shellcheck disable=SC1091
+    . .venv/bin/activate
+fi
 
 port="${PORT:-8000}"
 instances=$((${PREFILL:-1} + ${DECODE:-1}))

@@ -1,0 +1,100 @@
+"""The job script for Slurm, on nodes of a test's own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from far import Answer
+from processes import get, post
+from tiny_pair import CONFIG, START_SECONDS, prompt
+
+from tests.hosts import Hosts
+from tests.jobs import REPOSITORY
+from tests.slurm import Slurm, can_run_slurm
+
+pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not can_run_slurm(), reason="Slurm, munge and root are needed")]
+NODES = 2
+END_SECONDS = 20.0
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    hosts = Hosts(NODES, tmp_path_factory.mktemp("hosts"))
+    try:
+        with hosts.joined():
+            yield hosts
+    finally:
+        hosts.close()
+
+
+@pytest.fixture(scope="module")
+def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    slurm = Slurm(hosts, NODES, tmp_path_factory.mktemp("slurm"))
+    yield slurm
+    slurm.close()
+
+
+def wait_for_health(url: str, status: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        with contextlib.suppress(OSError):
+            if get(f"{url}/health")[0] == status:
+                return
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def answer_of(url: str, input_ids: list[int]) -> list[int]:
+    sampling = {"max_new_tokens": 8, "ignore_eos": True, "temperature": 0}
+    status, said = post(f"{url}/generate", {"input_ids": input_ids, "sampling_params": sampling})
+    assert status == 200, said
+    return said["output_ids"]
+
+
+def instances(role: str, model: Path) -> list[psutil.Process]:
+    """Those that serve this model."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or [""]
+        if Path(command[0]).name == "python" and role in command and f"--gin.Model.folder={model}" in command:
+            found.append(process)
+    return found
+
+
+def test_one_job_is_a_whole_deployment_that_mends_itself_and_ends_in_order(
+    slurm: Slurm, hosts: Hosts, tiny_model: Path, tiny_answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    log, url = tmp_path / "job.log", f"http://{hosts.address(1)}:8000"
+    job = ["--config", str(CONFIG), f"--gin.Model.folder={tiny_model}"]
+    code, said = slurm.run("sbatch", "--parsable", f"--nodes={NODES}", f"--output={log}", "launch/slurm.sh", *job)
+    assert code == 0, said
+    number, asked = said.strip(), prompt(200)
+    wait_for_health(url, 200, START_SECONDS)
+    assert answer_of(url, asked) == tiny_answer(asked, 8)
+
+    (decode,) = instances("decode", tiny_model)
+    decode.kill()
+    wait_for_health(url, 503, END_SECONDS)
+    wait_for_health(url, 200, START_SECONDS)
+    assert answer_of(url, asked) == tiny_answer(asked, 8), log.read_text()
+
+    slurm.run("scancel", "--batch", "--signal=TERM", number)
+    deadline = time.monotonic() + END_SECONDS
+    while slurm.run("squeue", "--noheader")[1].strip():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.5)
+
+
+def test_tasks_that_know_nothing_of_each_other_are_told_what_is_missing(
+    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    launch = ["python", "-m", "pdjax.launch", "unified", "--nproc", "2"]
+    code, said = slurm.run("srun", "--mpi=none", "--nodes=2", "--ntasks=2", *launch)
+    assert code == 2 and "srun started 2 processes without MPI: give it --mpi=pmi2" in said
