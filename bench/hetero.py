@@ -191,9 +191,11 @@ def main() -> None:
     processor = {name: statistics.median(cpu for _, cpu in each) for name, each in taken.items()}
     found = ratios(medians)
     if options.json:
-        rows = {name: round(seconds, 4) for name, seconds in medians.items()}
-        cpu = {name: round(seconds, 4) for name, seconds in processor.items()}
-        print(json.dumps({"bench": "hetero", "path": path, "seconds": rows, "processor_s": cpu, "ratios": found}))
+        rows = [
+            {"case": name, "seconds": round(seconds, 4), "processor_s": round(processor[name], 4)}
+            for name, seconds in medians.items()
+        ]
+        print(json.dumps({"bench": "hetero", "path": path, "rows": rows, "ratios": found}))
         return
     print(f"path: {path}; {MEGABYTES} MB")
     for name, seconds in medians.items():

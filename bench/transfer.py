@@ -327,7 +327,8 @@ def main() -> None:
                 print(_line(result), file=sys.stderr, flush=True)
             results += measured
     if args.json:
-        print(json.dumps({"load": load, "rows": [asdict(result) for result in results], "ratios": ratios(results)}))
+        rows = [asdict(result) for result in results]
+        print(json.dumps({"bench": "transfer", "load": load, "rows": rows, "ratios": ratios(results)}))
         return
     print(f"load before: {load:.2f} on {os.cpu_count()} processors")
     _print(results)
