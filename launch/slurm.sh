@@ -8,7 +8,7 @@
 #   sbatch --nodes=4 launch/slurm.sh --config configs/tp2.gin --gin.Model.folder=/shared/model
 #
 # Every instance gets as many nodes as every other, with a process on each, which has all devices of its node. An
-# instance that ends is started again; the router goes on with the others meanwhile. Variables, for sbatch --export:
+# instance that ends is started again, unless it cannot start as it is; the router goes on with the others meanwhile. Variables, for sbatch --export:
 #
 #   PREFILL, DECODE   how many instances of each role (1)
 #   PORT              the router's (8000); instances take the ports from PORT + 1 on, and as many more for their rooms
@@ -31,11 +31,19 @@ if [ "$each" -lt 1 ]; then
 fi
 export PDJAX_SECRET="${PDJAX_SECRET:-$(head -c 32 /dev/urandom | base64)}"
 
-# Usage: step OPTION... COMMAND...: a step that is started again until it ends as one that was asked to.
+# Usage: step OPTION... COMMAND...: a step that is started again until it ends as one that was asked to. One that cannot
+# start as it is (2) ends the job.
 step() {
-    local stopping=
+    local stopping='' code
     trap 'stopping=1' TERM
-    until srun --kill-on-bad-exit=1 "$@" < /dev/null || [ "$stopping" ]; do
+    until srun --kill-on-bad-exit=1 "$@" < /dev/null; do
+        code=$?
+        if [ "$stopping" ]; then
+            return "$code"
+        elif [ "$code" = 2 ]; then
+            kill -TERM $$
+            return 2
+        fi
         sleep 5
     done
 }
@@ -61,7 +69,8 @@ start() {
 # Each step is asked to end, and tells its clients so.
 end() {
     trap - TERM INT
-    kill $(jobs -p)
+    mapfile -t steps < <(jobs -p)
+    kill "${steps[@]}"
     scancel --signal=TERM "$SLURM_JOB_ID"
     wait
 }

@@ -66,15 +66,27 @@ def instances(role: str, model: Path) -> list[psutil.Process]:
     return found
 
 
+def submit(slurm: Slurm, log: Path, model: Path) -> str:
+    """Returns the job's number."""
+    job = ["launch/slurm.sh", "--config", str(CONFIG), f"--gin.Model.folder={model}"]
+    code, said = slurm.run("sbatch", "--parsable", f"--nodes={NODES}", f"--output={log}", *job)
+    assert code == 0, said
+    return said.strip()
+
+
+def wait_until_over(slurm: Slurm, log: Path) -> None:
+    deadline = time.monotonic() + END_SECONDS
+    while slurm.run("squeue", "--noheader")[1].strip():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.5)
+
+
 def test_one_job_is_a_whole_deployment_that_mends_itself_and_ends_in_order(
     slurm: Slurm, hosts: Hosts, tiny_model: Path, tiny_answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(REPOSITORY)
-    log, url = tmp_path / "job.log", f"http://{hosts.address(1)}:8000"
-    job = ["--config", str(CONFIG), f"--gin.Model.folder={tiny_model}"]
-    code, said = slurm.run("sbatch", "--parsable", f"--nodes={NODES}", f"--output={log}", "launch/slurm.sh", *job)
-    assert code == 0, said
-    number, asked = said.strip(), prompt(200)
+    log, url, asked = tmp_path / "job.log", f"http://{hosts.address(1)}:8000", prompt(200)
+    number = submit(slurm, log, tiny_model)
     wait_for_health(url, 200, START_SECONDS)
     assert answer_of(url, asked) == tiny_answer(asked, 8)
 
@@ -85,10 +97,17 @@ def test_one_job_is_a_whole_deployment_that_mends_itself_and_ends_in_order(
     assert answer_of(url, asked) == tiny_answer(asked, 8), log.read_text()
 
     slurm.run("scancel", "--batch", "--signal=TERM", number)
-    deadline = time.monotonic() + END_SECONDS
-    while slurm.run("squeue", "--noheader")[1].strip():
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.5)
+    wait_until_over(slurm, log)
+
+
+def test_a_job_that_cannot_start_as_it_is_ends_and_says_why(
+    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    log = tmp_path / "job.log"
+    submit(slurm, log, tmp_path / "nowhere")
+    wait_until_over(slurm, log)
+    assert "nowhere' is neither a folder nor a model to fetch" in log.read_text()
 
 
 def test_tasks_that_know_nothing_of_each_other_are_told_what_is_missing(
