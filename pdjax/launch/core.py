@@ -100,7 +100,9 @@ def start_jax(world: World, instance: Instance) -> None:
             process_id=world.rank,
             local_device_ids=devices,
             coordinator_bind_address=world.coordinator if world.rank == 0 else None,
-            heartbeat_timeout_seconds=10,
+            # Half of it is the soonest that JAX ends this process without a word over another whose host has vanished:
+            # later than the leader knows of it and has told those who wait.
+            heartbeat_timeout_seconds=20,
         )
     native.load(cache_root() / "native")
 
