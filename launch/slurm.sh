@@ -8,7 +8,8 @@
 #   sbatch --nodes=4 launch/slurm.sh --config configs/tp2.gin --gin.Model.folder=/shared/model
 #
 # Every instance gets as many nodes as every other, with a process on each, which has all devices of its node. An
-# instance that ends is started again, unless it cannot start as it is; the router goes on with the others meanwhile. Variables, for sbatch --export:
+# instance that ends is started again, unless it cannot start as it is; the router goes on with the others meanwhile.
+# Variables, for sbatch --export:
 #
 #   PREFILL, DECODE   how many instances of each role (1)
 #   PORT              the router's (8000); instances take the ports from PORT + 1 on, and as many more for their rooms
@@ -21,8 +22,8 @@ if [ -z "${VIRTUAL_ENV:-}" ] && [ -x .venv/bin/python ]; then
     . .venv/bin/activate
 fi
 
-port="${PORT:-8000}"
-instances=$((${PREFILL:-1} + ${DECODE:-1}))
+port="${PORT:-8000}" prefills="${PREFILL:-1}" decodes="${DECODE:-1}"
+instances=$((prefills + decodes))
 each=$((SLURM_JOB_NUM_NODES / instances))
 mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 if [ "$each" -lt 1 ]; then
@@ -53,6 +54,7 @@ prefill=() decode=()
 # Usage: start ROLE OPTION...: the next instance, on the next nodes.
 start() {
     local role="$1" first=$((number * each)) own rooms
+    local -n urls="$role"
     shift
     own=$((port + 1 + number)) rooms=$((port + 1 + instances + number))
     number=$((number + 1))
@@ -60,10 +62,7 @@ start() {
     step --mpi="${MPI:-pmi2}" --nodes="$each" --ntasks="$each" --nodelist="${where// /,}" \
         python -m pdjax.launch "$role" --nproc "$each" "$@" --gin.Server.host=0.0.0.0 --gin.Server.port="$own" \
         --gin.Disagg.bootstrap_host=0.0.0.0 --gin.Disagg.bootstrap_port="$rooms" &
-    case "$role" in
-        prefill) prefill+=("http://${nodes[first]}:$own") ;;
-        decode) decode+=("http://${nodes[first]}:$own") ;;
-    esac
+    urls+=("http://${nodes[first]}:$own")
 }
 
 # Each step is asked to end, and tells its clients so.
@@ -75,8 +74,8 @@ end() {
     wait
 }
 trap end TERM INT
-for ((i = 0; i < ${PREFILL:-1}; i++)); do start prefill "$@"; done
-for ((i = 0; i < ${DECODE:-1}; i++)); do start decode "$@"; done
+for ((i = 0; i < prefills; i++)); do start prefill "$@"; done
+for ((i = 0; i < decodes; i++)); do start decode "$@"; done
 step --mpi=none --overlap --nodes=1 --ntasks=1 --nodelist="${nodes[0]}" \
     python -m pdjax.launch router --host 0.0.0.0 --port "$port" --prefill "${prefill[@]}" --decode "${decode[@]}" &
 wait

@@ -9,9 +9,12 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import pytest
+
+from pdjax.launch.mpiexec import find_mpiexec
 
 _NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 _START = 'hostname "$1"; mount -t tmpfs shm /dev/shm; mount --bind "$2" /etc/hosts; shift 2; exec "$@"'
@@ -97,9 +100,8 @@ class Hosts:
     def mpiexec(self, hosts: Sequence[int]) -> list[str]:
         """What comes before a command that is to run once on each of these, as a cluster's users start it."""
         names = ",".join(map(self.name, hosts))
-        mpiexec = Path(sys.executable).with_name("mpiexec")
         return [
-            *self.on(hosts[0]), str(mpiexec), "-launcher", "ssh", "-launcher-exec", str(self.ssh),
+            *self.on(hosts[0]), find_mpiexec(), "-launcher", "ssh", "-launcher-exec", str(self.ssh),
             "-hosts", names, "-n", str(len(hosts)), "-ppn", "1",
         ]  # fmt: skip
 
@@ -155,3 +157,6 @@ def _run(*command: str) -> None:
 def _enter(network: int) -> None:
     if ctypes.CDLL(None, use_errno=True).setns(network, _NEW_NETWORK):
         raise OSError(ctypes.get_errno(), "a thread could not enter a network")
+
+
+needs_hosts = pytest.mark.skipif(not can_make_hosts(), reason="hosts are made as root, with ip and unshare")

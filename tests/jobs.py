@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pdjax.launch.mpiexec import find_mpiexec
 from pdjax.net.mpi import environment
 
 REPOSITORY = Path(__file__).parents[1]
@@ -23,10 +24,9 @@ class Job:
     """A process under mpiexec. What it prints is kept, in order, and can be waited for."""
 
     def __init__(self, script: Path, *arguments: str, started: Callable[[Job], None]) -> None:
-        mpiexec = Path(sys.executable).with_name("mpiexec")
         whole = environment(dict(os.environ)) | {"PYTHONPATH": str(REPOSITORY), "PYTHONUNBUFFERED": "1"}
         self._process = subprocess.Popen(
-            [mpiexec, "-n", "1", sys.executable, str(script), *arguments],
+            [find_mpiexec(), "-n", "1", sys.executable, str(script), *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from tests.hosts import Hosts, can_make_hosts
+from tests.jobs import REPOSITORY
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scancel", "squeue", "sinfo")
 _CONFIGURATION = """ClusterName=test
@@ -58,10 +59,8 @@ class Slurm:
         self._parts: list[subprocess.Popen[bytes]] = []
         try:
             files = {"socket": "munge", "key-file": "key", "pid-file": "munge.pid", "seed-file": "seed"}
-            self._start(
-                "munged", "-F", "-f", *(f"--{option}={folder / name}" for option, name in files.items()),
-                f"--log-file={folder / 'munge.log'}",
-            )  # fmt: skip
+            files["log-file"] = "munge.log"
+            self._start("munged", "-F", "-f", *(f"--{option}={folder / name}" for option, name in files.items()))
             self._start("unshare", "--uts", "sh", "-c", "hostname controller; exec slurmctld -D -c")
             for host, name in enumerate(names, 1):
                 self._start(*hosts.on(host), "bash", "-c", _NODE, "bash", name)
@@ -71,10 +70,10 @@ class Slurm:
             raise
 
     def run(self, *command: str, timeout: float = 60.0) -> tuple[int, str]:
-        """A command of Slurm's; returns its exit code and all that it has printed."""
+        """A command of Slurm's, in the repository; returns its exit code and all that it has printed."""
         ended = subprocess.run(
             command, env=self._env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, timeout=timeout, check=False,
+            text=True, timeout=timeout, check=False, cwd=REPOSITORY,
         )  # fmt: skip
         return ended.returncode, ended.stdout
 

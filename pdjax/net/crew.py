@@ -14,6 +14,8 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
+from pdjax.net.tcp import prepare_tcp
+
 MEET_SECONDS = 60.0  # in which all processes of an instance connect
 SEND_SECONDS = 10.0  # a process that takes nothing for this long is stuck
 MAX_FRAME = 64 << 20
@@ -157,17 +159,6 @@ def prepare(connection: socket.socket) -> socket.socket:
     """Frames leave at once, a send has a bound, and a host that has vanished is noticed within seconds."""
     connection.settimeout(None)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", int(SEND_SECONDS), 0))
-    if connection.family == socket.AF_UNIX:
-        return connection
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    # Keepalives tell of a connection at rest; the user timeout tells when what was sent is not acknowledged.
-    bounds = (
-        (socket.TCP_KEEPIDLE, 2),
-        (socket.TCP_KEEPINTVL, 1),
-        (socket.TCP_KEEPCNT, 3),
-        (socket.TCP_USER_TIMEOUT, 5000),
-    )
-    for option, value in bounds:
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+    if connection.family != socket.AF_UNIX:
+        prepare_tcp(connection, idle=2, interval=1, unacknowledged=5)
     return connection

@@ -23,6 +23,7 @@ from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp, NetEvent
 from pdjax.net.handshake import NotAPeer, Refused, Wire
 from pdjax.net.link import MAX_BODY, Link, LinkBroken
 from pdjax.net.plain_link import PlainLink
+from pdjax.net.tcp import prepare_tcp
 
 _HANDSHAKE_BOUND = 5.0  # seconds for a stranger to show who it is
 _MAX_PATIENCE = 30.0  # seconds that an accepted peer may wait for its turn
@@ -420,10 +421,6 @@ class Network:
 
 
 def _prepare(connection: socket.socket) -> None:
-    """Rings leave at once, nothing blocks, and a host that has vanished is noticed within about 15 s."""
+    """Nothing blocks, and a host that has vanished is noticed within about 15 s."""
     connection.setblocking(False)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
-        connection.setsockopt(socket.IPPROTO_TCP, option, value)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 15_000)
+    prepare_tcp(connection, idle=5, interval=3, unacknowledged=15)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from halves import Half, Room, open_room
@@ -61,6 +62,24 @@ class Far:
     def kill(self) -> None:
         for part in self.parts:
             part.kill()
+
+
+@contextmanager
+def far_apart(folder: Path, model: Path, **hosts: list[int]) -> Iterator[Far]:
+    """`Far`, with hosts for it that end with it."""
+    with closing(Hosts(max(map(max, hosts.values())), folder)) as made, made.joined():
+        far = Far(folder, model, made, **hosts)
+        yield far
+        far.kill()
+
+
+def answers_everywhere(far: Far, answer: Answer) -> None:
+    """Prompts of every length by both prefill instances, after which all is at rest."""
+    rooms = [far.room(prefill, length) for prefill in (far.prefill, far.other) for length in (1, 40, 200, 1500)]
+    for room in rooms:
+        assert is_right(room, answer), room
+    for part in far.parts:
+        at_rest(part)
 
 
 def ended_with(half: Half | None, *words: str) -> bool:

@@ -9,38 +9,24 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from far import SECRET, Answer, Far, at_rest, ended_with, is_right
+from far import SECRET, Answer, Far, answers_everywhere, at_rest, ended_with, far_apart, is_right
 from processes import free_port
 from tiny_pair import BOUND_SECONDS, LONG, wait_ended
 
-from tests.hosts import Hosts, can_make_hosts
+from tests.hosts import needs_hosts
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(not can_make_hosts(), reason="hosts are made as root, with ip and unshare"),
-]
+pytestmark = [pytest.mark.e2e, needs_hosts]
 
 
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Far]:
-    folder = tmp_path_factory.mktemp("hosts")
-    hosts = Hosts(3, folder)
-    try:
-        with hosts.joined():
-            far = Far(folder, tiny_model, hosts, prefill=[1], decode=[2], other=[3])
-            yield far
-            far.kill()
-    finally:
-        hosts.close()
+    with far_apart(tmp_path_factory.mktemp("hosts"), tiny_model, prefill=[1], decode=[2], other=[3]) as far:
+        yield far
 
 
 def test_prompts_of_every_length_go_from_host_to_host(far: Far, tiny_answer: Answer) -> None:
-    rooms = [far.room(prefill, length) for prefill in (far.prefill, far.other) for length in (1, 40, 200, 1500)]
-    for room in rooms:
-        assert is_right(room, tiny_answer), room
+    answers_everywhere(far, tiny_answer)
     assert "decode instance joined (tcp/net0)" in far.prefill.tail()
-    for part in far.parts:
-        at_rest(part)
 
 
 def test_the_path_between_two_hosts_can_be_looked_at_before_traffic(far: Far) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
+from contextlib import closing, suppress
 from pathlib import Path
 
 import psutil
@@ -14,7 +14,6 @@ from processes import get, post
 from tiny_pair import CONFIG, START_SECONDS, prompt
 
 from tests.hosts import Hosts
-from tests.jobs import REPOSITORY
 from tests.slurm import Slurm, can_run_slurm
 
 pytestmark = [pytest.mark.e2e, pytest.mark.skipif(not can_run_slurm(), reason="Slurm, munge and root are needed")]
@@ -24,25 +23,20 @@ END_SECONDS = 20.0
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    hosts = Hosts(NODES, tmp_path_factory.mktemp("hosts"))
-    try:
-        with hosts.joined():
-            yield hosts
-    finally:
-        hosts.close()
+    with closing(Hosts(NODES, tmp_path_factory.mktemp("hosts"))) as hosts, hosts.joined():
+        yield hosts
 
 
 @pytest.fixture(scope="module")
 def slurm(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    slurm = Slurm(hosts, NODES, tmp_path_factory.mktemp("slurm"))
-    yield slurm
-    slurm.close()
+    with closing(Slurm(hosts, NODES, tmp_path_factory.mktemp("slurm"))) as slurm:
+        yield slurm
 
 
 def wait_for_health(url: str, status: int, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while True:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             if get(f"{url}/health")[0] == status:
                 return
         assert time.monotonic() < deadline
@@ -82,9 +76,8 @@ def wait_until_over(slurm: Slurm, log: Path) -> None:
 
 
 def test_one_job_is_a_whole_deployment_that_mends_itself_and_ends_in_order(
-    slurm: Slurm, hosts: Hosts, tiny_model: Path, tiny_answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    slurm: Slurm, hosts: Hosts, tiny_model: Path, tiny_answer: Answer, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(REPOSITORY)
     log, url, asked = tmp_path / "job.log", f"http://{hosts.address(1)}:8000", prompt(200)
     number = submit(slurm, log, tiny_model)
     wait_for_health(url, 200, START_SECONDS)
@@ -100,20 +93,14 @@ def test_one_job_is_a_whole_deployment_that_mends_itself_and_ends_in_order(
     wait_until_over(slurm, log)
 
 
-def test_a_job_that_cannot_start_as_it_is_ends_and_says_why(
-    slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPOSITORY)
+def test_a_job_that_cannot_start_as_it_is_ends_and_says_why(slurm: Slurm, tmp_path: Path) -> None:
     log = tmp_path / "job.log"
     submit(slurm, log, tmp_path / "nowhere")
     wait_until_over(slurm, log)
     assert "nowhere' is neither a folder nor a model to fetch" in log.read_text()
 
 
-def test_tasks_that_know_nothing_of_each_other_are_told_what_is_missing(
-    slurm: Slurm, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(REPOSITORY)
+def test_tasks_that_know_nothing_of_each_other_are_told_what_is_missing(slurm: Slurm) -> None:
     launch = ["python", "-m", "pdjax.launch", "unified", "--nproc", "2"]
     code, said = slurm.run("srun", "--mpi=none", "--nodes=2", "--ntasks=2", *launch)
     assert code == 2 and "srun started 2 processes without MPI: give it --mpi=pmi2" in said

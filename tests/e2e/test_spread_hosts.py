@@ -9,29 +9,19 @@ from pathlib import Path
 
 import psutil
 import pytest
-from far import Answer, Far, at_rest, ended_with, is_right
+from far import Answer, Far, answers_everywhere, at_rest, ended_with, far_apart, is_right
 from processes import Part
 from tiny_pair import BOUND_SECONDS, LONG, until, wait_ended
 
-from tests.hosts import Hosts, can_make_hosts
+from tests.hosts import needs_hosts
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(not can_make_hosts(), reason="hosts are made as root, with ip and unshare"),
-]
+pytestmark = [pytest.mark.e2e, needs_hosts]
 
 
 @pytest.fixture(scope="module")
 def far(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterator[Far]:
-    folder = tmp_path_factory.mktemp("hosts")
-    hosts = Hosts(5, folder)
-    try:
-        with hosts.joined():
-            far = Far(folder, tiny_model, hosts, prefill=[1, 2], decode=[3, 4], other=[5])
-            yield far
-            far.kill()
-    finally:
-        hosts.close()
+    with far_apart(tmp_path_factory.mktemp("hosts"), tiny_model, prefill=[1, 2], decode=[3, 4], other=[5]) as far:
+        yield far
 
 
 def pythons(part: Part) -> list[str]:
@@ -44,11 +34,7 @@ def pythons(part: Part) -> list[str]:
 
 
 def test_every_process_sends_and_receives_from_its_own_host(far: Far, tiny_answer: Answer) -> None:
-    rooms = [far.room(prefill, length) for prefill in (far.prefill, far.other) for length in (1, 40, 200, 1500)]
-    for room in rooms:
-        assert is_right(room, tiny_answer), room
-    for part in far.parts:
-        at_rest(part)
+    answers_everywhere(far, tiny_answer)
 
 
 def test_a_prefill_instance_whose_worker_vanishes_ends_and_keeps_nothing_of_the_others(

@@ -7,12 +7,12 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
-import pytest
-
+from pdjax.launch.mpiexec import find_mpiexec
 from pdjax.net.mpi import environment
-from tests.hosts import Hosts, can_make_hosts
+from tests.hosts import Hosts, needs_hosts
 from tests.jobs import REPOSITORY
 
 START = """
@@ -28,7 +28,7 @@ def tell(*words):
 
 # A process manager kills the others as soon as it sees that one has ended out of turn; an instance's processes, and
 # these, are therefore children of a shell that stays a little longer.
-MPIEXEC = [str(Path(sys.executable).with_name("mpiexec")), "-n"]
+MPIEXEC = [find_mpiexec(), "-n"]
 LINGER = '"$@"; code=$?; sleep "$LINGER"; exit $code'
 
 
@@ -107,14 +107,11 @@ mpi.shutdown(0)
     assert said == ["0 (1, b'done') (1, b'early') (2, b'done')"]
 
 
-@pytest.mark.skipif(not can_make_hosts(), reason="hosts are made as root, with ip and unshare")
+@needs_hosts
 def test_a_leader_is_found_from_another_host_whatever_its_name_means_to_itself(tmp_path: Path) -> None:
-    hosts = Hosts(2, tmp_path, own_name_is_local=True)
-    try:
+    with closing(Hosts(2, tmp_path, own_name_is_local=True)) as hosts:
         code, said = run("tell(meet({}).coordinator.split(':')[0])\nmpi.shutdown(0)", start=hosts.mpiexec([1, 2]))
-    finally:
-        hosts.close()
-    assert code == 0 and sorted(said) == [f"{rank} {hosts.address(1)}" for rank in (0, 1)]
+        assert code == 0 and sorted(said) == [f"{rank} {hosts.address(1)}" for rank in (0, 1)]
 
 
 def test_processes_that_were_started_differently_are_told_in_what() -> None:
