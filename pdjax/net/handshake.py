@@ -18,14 +18,16 @@ import socket
 import struct
 import threading
 import time
+from typing import NamedTuple
 
 import msgspec
 
-VERSION = 2
+VERSION = 3
 _MAGIC = b"pdjax/link\n"
 _LENGTH = struct.Struct("<H")
 _MAX_MESSAGE = 1024
 _MAX_NONCE = 64
+STAMP_BYTES = 16
 
 
 class Refused(Exception):
@@ -34,6 +36,20 @@ class Refused(Exception):
 
 class NotAPeer(Exception):
     """What connected does not speak this protocol."""
+
+
+class Peer(NamedTuple):
+    """Who the other side is.
+
+    Attributes:
+        id: of its process.
+        stamp: what the two write before every message of this link over MPI; no other link has it.
+        patience: seconds that it is ready to wait for the join.
+    """
+
+    id: bytes
+    stamp: bytes
+    patience: float
 
 
 class _Greeting(msgspec.Struct, frozen=True, tag="greeting"):
@@ -109,8 +125,8 @@ class Wire:
         return data
 
 
-def introduce(wire: Wire, own_id: bytes, secret: bytes | None, patience: float) -> bytes:
-    """The connecting side: prove the secret, check the acceptor's proof. Returns the acceptor's id.
+def introduce(wire: Wire, own_id: bytes, secret: bytes | None, patience: float) -> Peer:
+    """The connecting side: prove the secret, check the acceptor's proof.
 
     Raises:
         Refused: the acceptor said no, or its proof is wrong.
@@ -123,11 +139,11 @@ def introduce(wire: Wire, own_id: bytes, secret: bytes | None, patience: float) 
     wire.send(_Proof(_mac(secret, b"connect", mine, theirs)))
     if not _proves(wire.receive(), _mac(secret, b"accept", mine, theirs)):
         raise Refused("the other side does not know the shared secret")
-    return theirs.id
+    return _peer(theirs, secret, mine, theirs)
 
 
-def admit(wire: Wire, own_id: bytes, secret: bytes | None, patience: float) -> tuple[bytes, float]:
-    """The accepting side. Returns the connector's id and the seconds it is ready to wait. Raises as `introduce`.
+def admit(wire: Wire, own_id: bytes, secret: bytes | None, patience: float) -> Peer:
+    """The accepting side. Raises as `introduce`.
 
     The connector proves itself first, so a stranger gets nothing to try secrets on.
     """
@@ -141,7 +157,7 @@ def admit(wire: Wire, own_id: bytes, secret: bytes | None, patience: float) -> t
     if not _proves(wire.receive(), _mac(secret, b"connect", theirs, mine)):
         raise _refuse(wire, "the shared secret is not the one that this instance was started with")
     wire.send(_Proof(_mac(secret, b"accept", theirs, mine)))
-    return theirs.id, theirs.patience
+    return _peer(theirs, secret, theirs, mine)
 
 
 def take_turns(wire: Wire, own_id: bytes, peer_id: bytes, turn: threading.Lock, *, plain: bool) -> bool:
@@ -193,6 +209,10 @@ def _greeting(message: _Message) -> _Greeting:
     if not isinstance(message, _Greeting) or len(message.id) != 16 or not 16 <= len(message.nonce) <= _MAX_NONCE:
         raise NotAPeer("it did not greet as an instance does")
     return message
+
+
+def _peer(who: _Greeting, secret: bytes | None, connector: _Greeting, acceptor: _Greeting) -> Peer:
+    return Peer(who.id, _mac(secret, b"stamp", connector, acceptor)[:STAMP_BYTES], who.patience)
 
 
 def _mac(secret: bytes | None, side: bytes, connector: _Greeting, acceptor: _Greeting) -> bytes:

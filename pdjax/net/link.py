@@ -5,6 +5,11 @@ not inside MPI, whose waits spin. The receiver answers each message with a byte,
 has to keep MPI going; the byte may wait a moment for a message that goes the same way, which saves both sides a wake-up
 each. The connection's end tells the death of the peer at once, which MPI would not.
 
+A link that is given up may have messages on their way, and MPI tells messages apart by the number of their
+communicator, which it gives to another one once this is freed. So what a peer sent before it died, or before it heard
+of the end, may come out of the next link, whoever is at its other side. Therefore a stamp that no other link has goes
+before each message, and what has another one is dropped: nobody has rung for it here.
+
 Everything here runs on the one thread that calls MPI, and nothing waits.
 """
 
@@ -51,7 +56,15 @@ class Link:
     _read_bytes = 4096  # at a time, from the connection
 
     def __init__(
-        self, name: str, peer: bytes, communicator: Any, connection: socket.socket, *, incoming: bool, now: float
+        self,
+        name: str,
+        peer: bytes,
+        communicator: Any,
+        connection: socket.socket,
+        *,
+        incoming: bool,
+        now: float,
+        stamp: bytes = b"",
     ) -> None:
         self.name = name
         self.peer = peer  # the id of its process
@@ -62,6 +75,7 @@ class Link:
         self.hello_deadline: float | None = now + _RECEIVE_BOUND
         self._mpi = mpi.load()
         self._communicator = communicator
+        self._stamp = stamp
         self._outbox: deque[bytes] = deque()
         self._queued = 0  # bytes in the outbox
         self._sends: deque[_Transfer] = deque()
@@ -188,8 +202,9 @@ class Link:
                 return
             body = self._outbox.popleft()
             self._queued -= len(body)
-            request = self._communicator.Isend([body, self._mpi.BYTE], 0, 0)
-            self._sends.append(_Transfer(request, body))
+            stamped = self._stamp + body
+            request = self._communicator.Isend([stamped, self._mpi.BYTE], 0, 0)
+            self._sends.append(_Transfer(request, stamped))
             self._untaken += 1
 
     def _poke(self) -> None:
@@ -210,8 +225,10 @@ class Link:
                 self._receive = self._match()
             if self._receive is None or not self._receive.request.Test():
                 break
-            arrived.append(bytes(self._receive.body))
-            self._receive = None
+            body, self._receive = bytes(self._receive.body), None
+            if not body.startswith(self._stamp):
+                continue
+            arrived.append(body.removeprefix(self._stamp))
             self._due -= 1
             self._due_since = now
         self._take(len(arrived), now)
@@ -236,7 +253,7 @@ class Link:
         if message is None:
             return None
         size = status.Get_count(self._mpi.BYTE)
-        if size > MAX_BODY:
+        if size > len(self._stamp) + MAX_BODY:
             raise LinkBroken(f"the peer sent a message of {size} bytes; at most {MAX_BODY} are taken")
         body = bytearray(size)
         return _Transfer(message.Irecv([body, self._mpi.BYTE]), body)

@@ -41,7 +41,7 @@ class _Join:
     """A connection whose two sides have agreed to join."""
 
     link: str
-    peer: bytes
+    peer: handshake.Peer
     connection: socket.socket
     plain: bool  # without MPI
     incoming: bool
@@ -147,11 +147,11 @@ class Network:
             connection = socket.create_connection((host, port), timeout=max(deadline - time.monotonic(), 0.01))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # else two words in a row cost 40 ms
             wire = Wire(connection, deadline)
-            peer_id = handshake.introduce(wire, self._id, self._secret, deadline - time.monotonic())
-            plain = self._take_turns(wire, peer_id)
+            peer = handshake.introduce(wire, self._id, self._secret, deadline - time.monotonic())
+            plain = self._take_turns(wire, peer.id)
             with self._lock:
-                self._peer_of[link] = peer_id
-            reason = self._join_and_watch(_Join(link, peer_id, connection, plain, incoming=False, owner=owner))
+                self._peer_of[link] = peer.id
+            reason = self._join_and_watch(_Join(link, peer, connection, plain, incoming=False, owner=owner))
         except Refused as refusal:
             reason = f"it refused: {refusal}"
         except NotAPeer as stranger:
@@ -174,14 +174,14 @@ class Network:
             if self._secret is None and not handshake.of_this_host(connection):
                 handshake.refuse(wire, "without a shared secret, only peers of its own host are taken: set one on both")
                 raise Refused("a stranger from another host")
-            peer_id, patience = handshake.admit(wire, self._id, self._secret, _MAX_PATIENCE)
-            wire.deadline = time.monotonic() + min(max(patience, 0.0), _MAX_PATIENCE)
-            plain = self._take_turns(wire, peer_id)
+            peer = handshake.admit(wire, self._id, self._secret, _MAX_PATIENCE)
+            wire.deadline = time.monotonic() + min(max(peer.patience, 0.0), _MAX_PATIENCE)
+            plain = self._take_turns(wire, peer.id)
             with self._lock:
                 self._incoming += 1
-                link = f"in-{self._incoming}-{peer_id.hex()[:8]}"
+                link = f"in-{self._incoming}-{peer.id.hex()[:8]}"
                 owner = self._owners[link] = object()
-            reason = self._join_and_watch(_Join(link, peer_id, connection, plain, incoming=True, owner=owner))
+            reason = self._join_and_watch(_Join(link, peer, connection, plain, incoming=True, owner=owner))
             if reason is not None:
                 connection.close()
                 self._fail(link, owner, None)
@@ -345,9 +345,17 @@ class Network:
             join.done.set()
         now = time.monotonic()
         if communicator is None:
-            link = PlainLink(join.link, join.peer, join.connection, incoming=join.incoming, now=now)
+            link = PlainLink(join.link, join.peer.id, join.connection, incoming=join.incoming, now=now)
         else:
-            link = Link(join.link, join.peer, communicator, join.connection, incoming=join.incoming, now=now)
+            link = Link(
+                join.link,
+                join.peer.id,
+                communicator,
+                join.connection,
+                incoming=join.incoming,
+                now=now,
+                stamp=join.peer.stamp,
+            )
         with self._lock:
             wanted = self._owners.get(join.link) is join.owner
             if wanted:

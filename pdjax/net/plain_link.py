@@ -1,8 +1,8 @@
 """A link whose messages go over its TCP connection itself, for two processes whose MPI worlds must not meet again.
 
 MPI keeps one connection between two processes, whichever links they make. Once a host was out of reach that connection
-is dead, and MPICH over UCX crashes when it is used; and what was on its way over it comes late, into whatever link they
-make next. MPI cannot be told to make another one. So such a pair's next links do without it.
+is dead, MPICH over UCX crashes when it is used, and MPI cannot be told to make another one. So such a pair's next links
+do without it.
 """
 
 from __future__ import annotations

@@ -34,6 +34,7 @@ def test_prompts_of_all_lengths_give_the_tokens_of_a_unified_instance(pair: Tiny
 
 def test_a_prompt_is_computed_while_decode_has_no_pages_for_it(pair: TinyPair) -> None:
     decode, prefill = pair.decode, pair.prefill
+    pair.slow()
     running = [pair.room(*LONG) for _ in range(2)]
     until(lambda: decode.metrics()["pdjax_running_requests"] == 2, decode)
     received = decode.metrics()["pdjax_received_pages_total"]
@@ -41,6 +42,7 @@ def test_a_prompt_is_computed_while_decode_has_no_pages_for_it(pair: TinyPair) -
     until(lambda: decode.metrics()["pdjax_waiting_requests"] == 1, decode)
     assert prefill.metrics()["pdjax_inflight_requests"] == 1, "its prompt is computed"
     assert decode.metrics()["pdjax_received_pages_total"] == received, "and nothing of it is sent"
+    pair.hold(0)
     wait_ended([*running, large])
     assert all(pair.is_right(room) for room in (*running, large))
 
@@ -48,6 +50,7 @@ def test_a_prompt_is_computed_while_decode_has_no_pages_for_it(pair: TinyPair) -
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_room_that_waits_for_pages_can_be_given_up(pair: TinyPair, side: str) -> None:
     decode = pair.decode
+    pair.slow()
     running = [pair.room(*LONG) for _ in range(2)]
     until(lambda: decode.metrics()["pdjax_running_requests"] == 2, decode)
     large = pair.room(prompt(2200), 100)
@@ -58,5 +61,6 @@ def test_a_room_that_waits_for_pages_can_be_given_up(pair: TinyPair, side: str) 
     asked = time.monotonic()
     wait_ended([large])
     assert all(half.ended_at - asked < 10 for half in large.halves)
+    pair.hold(0)
     wait_ended(running)
     assert all(pair.is_right(room) for room in running)

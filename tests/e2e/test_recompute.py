@@ -64,8 +64,7 @@ class Fleet:
 
     def mend(self) -> None:
         """Have all instances sound, whatever the test before has done to them."""
-        for part in self.prefill:
-            self.hold(part, 0)
+        self.let_go()
         for parts in (self.prefill, self.decode):
             for index, part in enumerate(parts):
                 if not part.healthy():
@@ -75,8 +74,17 @@ class Fleet:
             part.wait_ready(START_SECONDS)
 
     def hold(self, part: Part, seconds: float) -> None:
-        """Its writes from now on are held for so long; 0 lets them go."""
-        self._delay(part.port).write_text(str(seconds) if seconds else "")
+        """Its writes from now on are held for so long."""
+        self._delay(part.port).write_text(str(seconds))
+
+    def slow(self, part: Part) -> None:
+        """What it decodes from now on takes its time."""
+        self._delay(part.port).write_text("slow")
+
+    def let_go(self) -> None:
+        """All go on at full speed."""
+        for part in self.parts:
+            self._delay(part.port).write_text("")
 
     def _delay(self, port: int) -> Path:
         return self.folder / f"delay-{port}"
@@ -102,8 +110,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory, tiny_model: Path) -> Iterat
 def fleet(shared: Fleet) -> Iterator[Fleet]:
     shared.mend()
     yield shared
-    for part in shared.prefill:
-        shared.hold(part, 0)
+    shared.let_go()
 
 
 @contextlib.contextmanager
@@ -202,7 +209,7 @@ def test_what_a_prefill_instance_has_in_every_state_is_computed_by_the_other(
         ]
         until(lambda: fleet.held(victim) >= held + 2 and victim.metrics()["pdjax_waiting_requests"] >= 1, victim)
         go_on = finish(victim, end)
-        fleet.hold(victim, 0)
+        fleet.let_go()
         wait_ended(halves, 2 * BOUND_SECONDS)
         for half, input_ids in zip(halves, asked, strict=True):
             assert half.status == 200 and half.output_ids == tiny_answer(input_ids, 8), (half, front.tail())
@@ -220,6 +227,7 @@ def test_what_a_decode_instance_has_is_given_to_the_other_whether_it_was_told_a_
 ) -> None:
     prefill, victim = fleet.prefill[0], fleet.decode[0]
     with routed(fleet, [prefill], fleet.decode) as front:
+        fleet.slow(victim)
         told = [ask(front, *LONG, stream=True, rid=f"told-{index}") for index in range(2)]
         assert all(half.first.wait(30) for half in told)
         whole = [ask(front, *LONG, stream=False, rid=f"whole-{index}") for index in range(2)]
@@ -232,7 +240,7 @@ def test_what_a_decode_instance_has_is_given_to_the_other_whether_it_was_told_a_
         ]
         until(lambda: fleet.held(prefill) >= held + 2, prefill)
         go_on = finish(victim, end)
-        fleet.hold(prefill, 0)
+        fleet.let_go()
         wait_ended([*halves, *whole, *told], 2 * BOUND_SECONDS)
         for half, input_ids in zip(halves, asked, strict=True):
             assert half.status == 200 and half.output_ids == tiny_answer(input_ids, 8), (half, front.tail())
@@ -304,6 +312,8 @@ def test_streams_go_on_at_the_other_decode_instance_as_if_nothing_had_happened(
         expected = [
             Stream(front, *each).outcome() for each in (("/v1/chat/completions", CHAT), ("/generate", GENERATE))
         ]
+        for part in fleet.decode:
+            fleet.slow(part)
         one = Stream(front, "/v1/chat/completions", CHAT)
         until(lambda: len(one.samples[1]) > 5, front)
         running = lambda part: part.metrics()["pdjax_running_requests"]  # noqa: E731
@@ -313,6 +323,7 @@ def test_streams_go_on_at_the_other_decode_instance_as_if_nothing_had_happened(
         two = Stream(front, "/generate", GENERATE)
         until(lambda: len(two.samples[0]) > 5, front)
         go_on = finish(victim, end)
+        fleet.let_go()
         for asked, (told, logprobs) in zip((one, two), expected, strict=True):
             assert asked.outcome() == (told, pytest.approx(logprobs, abs=1e-3))
         assert front.metrics()["pdjax_router_resumed_streams_total"] == 2

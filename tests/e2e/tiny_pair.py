@@ -70,8 +70,12 @@ class TinyPair:
         self.answers_rightly()
 
     def hold(self, seconds: float = HOLD_SECONDS) -> None:
-        """Writes from now on are held for so long; 0 lets them go."""
+        """Writes from now on are held for so long, and both sides' steps are slow; 0 lets them go."""
         self._delay.write_text(str(seconds) if seconds else "")
+
+    def slow(self) -> None:
+        """What is decoded from now on takes its time; `hold(0)` ends it."""
+        self._delay.write_text("slow")
 
     def drop(self) -> None:
         """Writes from now on are lost, until `hold` says otherwise."""

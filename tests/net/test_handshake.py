@@ -28,13 +28,19 @@ def both(connect: Callable[[], Any], accept: Callable[[], Any]) -> tuple[Future,
 
 
 @pytest.mark.parametrize("secret", [b"the same", None])
-def test_instances_with_the_same_secret_learn_each_others_ids(secret: bytes | None) -> None:
-    left, right = wires()
-    ours, theirs = both(
-        lambda: handshake.introduce(left, ANNA, secret, 7.0), lambda: handshake.admit(right, BERT, secret, 5.0)
-    )
-    assert ours.result() == BERT
-    assert theirs.result() == (ANNA, 7.0)
+def test_instances_with_the_same_secret_learn_who_the_other_is_and_agree_on_a_stamp(secret: bytes | None) -> None:
+    stamps = set()
+    for _ in range(2):
+        left, right = wires()
+        connected, accepted = both(
+            lambda left=left: handshake.introduce(left, ANNA, secret, 7.0),
+            lambda right=right: handshake.admit(right, BERT, secret, 5.0),
+        )
+        ours, theirs = connected.result(), accepted.result()
+        assert (ours.id, theirs.id, theirs.patience) == (BERT, ANNA, 7.0)
+        assert ours.stamp == theirs.stamp
+        stamps.add(ours.stamp)
+    assert len(stamps) == 2
 
 
 @pytest.mark.parametrize(("mine", "yours"), [(b"one", b"another"), (None, b"another"), (b"one", None)])

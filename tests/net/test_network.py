@@ -131,6 +131,33 @@ def test_a_closed_link_says_so_after_everything_sent_has_arrived(start: Callable
     assert not b.has("down")
 
 
+@pytest.mark.parametrize("end", ["closed", "killed"])
+def test_what_comes_late_over_a_link_that_was_given_up_comes_out_of_no_other(
+    start: Callable[..., Job], end: str
+) -> None:
+    a, c = start("a"), start("c")
+    for seed in range(3):
+        b = start("b")
+        incoming = link(b, a, f"link {seed}")
+        a.ask("expect_flood", frames=10**6)
+        b.do("flood", link=f"link {seed}", seed=seed, frames=2000, largest=1 << 20 if seed else 200)
+        a.do("close", link=incoming)
+        if end == "killed":
+            b.kill()
+        else:
+            b.event("down")
+        a.ask("expect_flood", frames=0)
+        c.do("connect", link=f"link {seed}", port=a.ask("listen")["port"])
+        up = a.event("up", incoming=True)
+        assert up["hello"] == "c"
+        c.event("up", link=f"link {seed}")
+        for text in ("one", "two"):
+            c.do("send", link=f"link {seed}", text=text)
+            assert a.event("frame", link=up["link"])["body"] == text
+        c.do("close", link=f"link {seed}")
+        a.event("down", link=up["link"])
+
+
 def test_three_instances_that_join_in_a_ring_at_the_same_time_all_get_their_links(start: Callable[..., Job]) -> None:
     jobs = [start(name) for name in "abc"]
     ports = [job.ask("listen")["port"] for job in jobs]

@@ -1,5 +1,8 @@
 """A transfer backend for tests: UCX, whose writes leave late, damaged, or not at all, while a file says so.
 
+While the file says anything, the instance's steps are slow, too, and "slow" does nothing else: what it decodes then has
+not come to its end before the test has done what it means to do in the midst of it, however fast the machine is.
+
 It is found by its entry point when this folder is on PYTHONPATH. The file that `PDJAX_TEST_DELAY` names holds seconds;
 without it, or with nothing in it, writes leave at once. Messages that test the path are not held. "drop" in it loses
 every write and tells nobody; "damage" and the number of a process cuts that one's next write short, and "lose tests"
@@ -9,15 +12,20 @@ and its number loses the messages with which that one tests its paths.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import threading
+import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from pdjax.engine.engine import Engine
 from pdjax.transfer.backend import EventSink, Write, WriteDone
 from pdjax.transfer.path_test import PATH_REGION
 from pdjax.transfer.registry import create
+
+STEP_SECONDS = 5e-3
 
 
 class DelayedBackend:
@@ -32,8 +40,8 @@ class DelayedBackend:
         return getattr(self._inner, name)
 
     def mapped(self, *where: Any) -> AbstractContextManager[int | None]:
-        """While the file says anything, all bytes go with writes."""
-        return nullcontext() if self._said() else self._inner.mapped(*where)
+        """While the file says anything of writes, all bytes go with them."""
+        return nullcontext() if self._said().replace("slow", "") else self._inner.mapped(*where)
 
     def write(self, write: Write) -> None:
         said = self._said()
@@ -46,7 +54,7 @@ class DelayedBackend:
             print(f"a write of {write.nbytes} bytes is cut short", flush=True)
             self._inner.write(dataclasses.replace(write, nbytes=write.nbytes // 2))
             return
-        seconds = 0.0 if said.startswith(("damage", "lose tests")) else float(said or 0)
+        seconds = 0.0 if said.startswith(("damage", "lose tests", "slow")) else float(said or 0)
         if not seconds or write.region == PATH_REGION:
             self._inner.write(write)
             return
@@ -56,9 +64,29 @@ class DelayedBackend:
         timer.start()
 
     def _said(self) -> str:
-        return self._file.read_text() if self._file.exists() else ""
+        return said(self._file)
+
+
+def said(file: Path) -> str:
+    return file.read_text() if file.exists() else ""
+
+
+def slow_steps(file: Path) -> None:
+    step = Engine.step
+
+    @functools.wraps(step)
+    def slow(engine: Engine) -> bool:
+        began = time.monotonic()
+        stepped = step(engine)
+        if stepped and said(file):
+            time.sleep(max(0.0, began + STEP_SECONDS - time.monotonic()))
+        return stepped
+
+    Engine.step = slow
 
 
 def create_delayed(on_event: EventSink, *options: Any, **more: Any) -> DelayedBackend:
     inner = create("ucx", on_event, *options, **more)
-    return DelayedBackend(inner, Path(os.environ["PDJAX_TEST_DELAY"]), on_event)
+    file = Path(os.environ["PDJAX_TEST_DELAY"])
+    slow_steps(file)
+    return DelayedBackend(inner, file, on_event)
