@@ -143,6 +143,15 @@ class Failed(msgspec.Struct, frozen=True, tag_field="type", tag="failed"):
     message: str
 
 
+class Aborted(msgspec.Struct, frozen=True, tag_field="type", tag="aborted"):
+    """Leader to frontend: an `Abort` was taken, whether the request still lived or not.
+
+    An id can be used again at once. What comes of it before this frame is still told of the request that was aborted.
+    """
+
+    rid: str
+
+
 class Stats(msgspec.Struct, frozen=True, tag_field="type", tag="stats"):
     """Leader to frontend: counters and gauges by metric name (without the ``pdjax_`` prefix).
 
@@ -181,7 +190,7 @@ class Spans(msgspec.Struct, frozen=True, tag_field="type", tag="spans"):
 
 
 ToLeader = Generate | Abort | Query | Flush | TraceQuery
-ToFrontend = Ready | Tokens | MoreTokens | Failed | Stats | Flushed | Spans
+ToFrontend = Ready | Tokens | MoreTokens | Failed | Aborted | Stats | Flushed | Spans
 
 _encoder = msgspec.msgpack.Encoder()
 _to_leader = msgspec.msgpack.Decoder(ToLeader)

@@ -29,6 +29,7 @@ from pdjax.engine.scheduler import Scheduler
 from pdjax.engine.trace import Trace
 from pdjax.wire import (
     Abort,
+    Aborted,
     Failed,
     Flush,
     Flushed,
@@ -312,6 +313,7 @@ class Engine:
                     self._counters["aborted_requests"] += 1
                     self._withdraw(request, item.reason)
                     self._forget(request)
+                self.emit(Aborted(item.rid))
             case Compiled():
                 self._take_grammar(item)
             case Flush():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,6 +70,7 @@ class Leader:
         self._reader = reader
         self._writer = writer
         self._inboxes: dict[str, Inbox] = {}
+        self._aborting: Counter[str] = Counter()  # aborts that the leader has not answered, by request id
         self._end: str | None = None
         self._queries = 0
         self._query: asyncio.Future[dict[str, float]] | None = None
@@ -157,6 +159,7 @@ class Leader:
     def forget(self, rid: str, reason: str | None) -> None:
         """Route nothing more of a request; tell the engine to stop it, if a reason is given."""
         if self._inboxes.pop(rid, None) is not None and reason is not None:
+            self._aborting[rid] += 1
             self._send(wire.Abort(rid, reason))
 
     def abort_matching(self, rid: str | None, reason: str) -> int:
@@ -234,6 +237,10 @@ class Leader:
         if not self._writer.is_closing():
             self._writer.write(wire.encode(message))
 
+    def _inbox(self, rid: str) -> Inbox | None:
+        """Whose the leader's words of this id are: nobody's while they may be of a request that was aborted."""
+        return None if rid in self._aborting else self._inboxes.get(rid)
+
     def _take(self, message: wire.ToFrontend) -> None:
         match message:
             case wire.Ready():
@@ -247,14 +254,19 @@ class Leader:
                 answer = self._asked.get(message.id)
                 if answer is not None and not answer.done():
                     answer.set_result(message)
+            case wire.Aborted():
+                if self._aborting[message.rid] > 1:
+                    self._aborting[message.rid] -= 1
+                else:
+                    del self._aborting[message.rid]
             case wire.Tokens():
-                inbox = self._inboxes.get(message.rid)
+                inbox = self._inbox(message.rid)
                 if inbox is not None:
                     inbox.put(message)
                     if message.finish_reason is not None:
                         inbox.close(message.rid, None)
             case wire.Failed():
-                inbox = self._inboxes.get(message.rid)
+                inbox = self._inbox(message.rid)
                 if inbox is not None:
                     inbox.put(HttpError(message.status, message.message))
                     inbox.close(message.rid, None)

@@ -9,7 +9,7 @@ import pytest
 from small_engine import SmallEngine, TinyModel
 
 from pdjax.engine.runner import Runner, RunningStep
-from pdjax.wire import Tokens
+from pdjax.wire import Aborted, Tokens
 
 
 def serve(tiny: TinyModel, *, overlap: bool, seed: int, pages: int) -> SmallEngine:
@@ -89,3 +89,5 @@ def test_an_id_may_come_back_while_its_last_step_is_under_way(tiny: TinyModel) -
     alone.send("alone", [9, 8, 7], 6)
     alone.run()
     assert small.ids("again")[told:] == alone.ids("alone")
+    end_of_first = small.emitted.index(Aborted("again"))
+    assert len([frame for frame in small.emitted[:end_of_first] if isinstance(frame, Tokens)]) == told

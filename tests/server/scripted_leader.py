@@ -129,6 +129,8 @@ class ScriptedLeader:
             self.send(wire.Flushed(message.id, freed_pages=3, locked_pages=1))
         if isinstance(message, wire.TraceQuery):
             self.send(wire.Spans(message.id, self.spans))
+        if isinstance(message, wire.Abort):
+            self.send(wire.Aborted(message.rid))
         if isinstance(message, wire.Generate):
             self.on_generate(message)
 

@@ -91,6 +91,25 @@ def test_an_id_is_free_again_after_the_end_and_nothing_that_has_ended_is_aborted
     with_leader(test)
 
 
+@pytest.mark.parametrize("lives", [1, 2])
+def test_what_still_comes_of_an_aborted_request_is_not_told_to_the_next_with_its_id(lives: int):
+    async def test(leader: Leader, peer: Peer) -> None:
+        for _ in range(lives):
+            leader.submit([REQUEST]).close_all("its client has gone")
+        inbox = leader.submit([REQUEST])
+        for _ in range(lives):
+            peer.send(wire.Tokens("a", [1], [0.0]))
+            peer.send(wire.MoreTokens(["a"], [1], [0.0]))
+            peer.send(wire.Failed("a", 502, "the link is gone"))
+            peer.send(wire.Aborted("a"))
+        peer.send(wire.Tokens("a", [2], [0.0]))
+        assert (await inbox.next()).token_ids == [2]
+        with pytest.raises(HttpError, match="running already"):
+            leader.submit([REQUEST])
+
+    with_leader(test)
+
+
 def test_tokens_of_many_requests_in_one_frame_come_to_each_of_them():
     async def test(leader: Leader, peer: Peer) -> None:
         inboxes = [leader.submit([wire.Generate(rid, [1], wire.SamplingParams())]) for rid in "ab"]

@@ -82,7 +82,7 @@ def slow_steps(file: Path) -> None:
             time.sleep(max(0.0, began + STEP_SECONDS - time.monotonic()))
         return stepped
 
-    Engine.step = slow
+    Engine.step = slow  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def create_delayed(on_event: EventSink, *options: Any, **more: Any) -> DelayedBackend:
