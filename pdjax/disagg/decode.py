@@ -9,6 +9,7 @@ import time
 from pdjax.disagg import orders
 from pdjax.disagg.admission import Admission
 from pdjax.disagg.alone import Alone
+from pdjax.disagg.link_names import LinkNames
 from pdjax.disagg.orders import Drain, Dry, NoticeRefused, PathTested, PieceLanded, ScatterChunk, SlotEmptied, ZeroPages
 from pdjax.disagg.pieces import Arrival, LandingBook, PieceError, Tally, TestBook
 from pdjax.disagg.protocol import messages
@@ -24,7 +25,7 @@ from pdjax.engine.engine import Engine
 from pdjax.engine.orders import RoleOrder, RoleReport
 from pdjax.engine.plan import PrefillStep
 from pdjax.engine.request import OutputToken, Request
-from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp
+from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp, NetEvent
 from pdjax.net.network import Network
 from pdjax.transfer.backend import Drained, Notice, PeerLost, WriteDone, WriteFailed
 from pdjax.transfer.staging import Slots, pool_pages
@@ -55,6 +56,7 @@ class Decode:
     ) -> None:
         self._engine = engine
         self._network = network
+        self._links = LinkNames()
         self._receiver = receiver
         self._slots = slots
         self._processes = processes
@@ -134,22 +136,33 @@ class Decode:
         """Links, messages, landed chunks."""
         now = self._engine.clock()
         match event:
-            case Frame(link, body):
-                self._instance.frame(link, body, now)
+            case Frame() | LinkUp() | LinkFailed() | LinkDown():
+                self._hear_of_link(event, now)
             case Notice() | Drained():
                 self._hear(self._receiver.on_event(event))
             case RoleReport(body):
                 self._hear(orders.decode_report(body))
-            case LinkUp(link, hello):
-                self._instance.link_up(link, hello, now)
-            case LinkFailed(link, reason, gone, unreachable):
-                self._instance.link_failed(link, reason, now, gone=gone, unreachable=unreachable)
-            case LinkDown(link, reason, gone):
-                self._instance.link_down(link, reason, now, gone=gone)
             case PeerLost() | WriteDone() | WriteFailed():
                 self._instance.counters["refused_frames"] += 1
             case _:
                 raise TypeError(f"a decode instance was sent {type(event).__name__}")
+
+    def _hear_of_link(self, event: NetEvent, now: float) -> None:
+        address = self._links.address(event.link)
+        if address is None:
+            return  # it was given up meanwhile
+        match event:
+            case Frame():
+                self._instance.frame(address, event.body, now)
+            case LinkUp():
+                self._instance.link_up(address, event.hello, now)
+            case LinkFailed():
+                self._links.close(address)
+                gone, unreachable = event.gone, event.unreachable
+                self._instance.link_failed(address, event.reason, now, gone=gone, unreachable=unreachable)
+            case LinkDown():
+                self._links.close(address)
+                self._instance.link_down(address, event.reason, now, gone=event.gone)
 
     def poll(self, now: float) -> float | None:
         """See that those who decode can go on, reserve pages for others, and fire due timers."""
@@ -200,15 +213,19 @@ class Decode:
 
     def send(self, link: str, body: bytes) -> None:
         """To the network."""
-        self._network.send(link, body)
+        current = self._links.link(link)
+        if current is not None:
+            self._network.send(current, body)
 
     def close(self, link: str) -> None:
         """End a link."""
-        self._network.close(link)
+        current = self._links.close(link)
+        if current is not None:
+            self._network.close(current)
 
     def connect(self, link: str, host: str, port: int) -> None:
         """Open a link."""
-        self._network.connect(link, host, port, self._link_timeout)
+        self._network.connect(self._links.open(link), host, port, self._link_timeout)
 
     def draw(self) -> int:
         """A generation."""

@@ -147,6 +147,8 @@ class Client(threading.Thread):
         with self._tally.lock:
             if kind == "too long" and status == 400:
                 self._tally.answered += 1
+            elif 400 <= status < 499:
+                self._tally.wrong.append(f"{kind}: refused with {status}, whatever has died: {message!r}")
             elif status and len(message.split()) > 3:
                 self._tally.told[str(status)] += 1
             else:

@@ -43,10 +43,12 @@ class Side:
         self.regions: dict[int, int] = {}  # addresses
         self.memory: list[np.ndarray] = []
         self.engine: Any = None
+        self.links: list[str] = []  # that were asked for
 
     # A network
 
     def connect(self, link: str, host: str, port: int, timeout: float) -> None:
+        self.links.append(link)
         self.inbox.put(LinkUp(link, self.peer.hello, incoming=False))
         self.peer.inbox.put(LinkUp(link, self.hello, incoming=True))
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from close_pair import HOST, PORT, ClosePair
+from close_pair import ClosePair
 from small_engine import PAGE, SmallEngine
 
 from pdjax.disagg.protocol import messages
@@ -161,10 +161,11 @@ def test_a_request_that_cannot_be_computed_again_fails_and_says_why(models, who)
     pair = without_host_memory(models)
     if who == "nobody listens there any more":
         decode = pair.decode
-        refused = LinkFailed(f"{HOST}:{PORT}", "connection refused", gone=True)
-        decode.connect = lambda *_: decode.inbox.put(refused)  # type: ignore[method-assign]
-        decode.inbox.put(LinkDown(f"{HOST}:{PORT}", "the peer has died", gone=True))
-        pair.prefill.inbox.put(LinkDown(f"{HOST}:{PORT}", "the peer has died", gone=True))
+        decode.connect = lambda link, *_: decode.inbox.put(  # type: ignore[method-assign]
+            LinkFailed(link, "connection refused", gone=True)
+        )
+        for side in (decode, pair.prefill):
+            side.inbox.put(LinkDown(decode.links[-1], "the peer has died", gone=True))
         words = "connection refused"
     else:
         limits = pair.prefill.engine.limits
