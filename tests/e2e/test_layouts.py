@@ -210,9 +210,11 @@ def test_a_stream_goes_on_at_an_instance_that_is_cut_differently(
         until(lambda: get(f"{front.url}/metrics")[1].count(b"} 1.0\n") == 3, front)
         prompt = np.random.default_rng(next(_seeds)).integers(0, 250, 30).tolist()
         sampling = {"temperature": 0, "max_new_tokens": 97, "ignore_eos": True}
+        fleet.order.write_text("slow")  # so that it has not ended before it is stopped
         stream = Half(front, {"input_ids": prompt, "rid": "goes on", "stream": True, "sampling_params": sampling})
         assert stream.first.wait(30)
         go_on = stop(pair[0])  # of two that have done nothing yet, the router asks the first
+        fleet.order.write_text("")
         stream.join(30)
         go_on()
         assert not stream.error and stream.output_ids == fleet.dense.greedy(prompt, 97), front.tail()
@@ -220,6 +222,7 @@ def test_a_stream_goes_on_at_an_instance_that_is_cut_differently(
         for part in (fleet.prefill[prefill], *pair):
             assert at_rest(part)["pdjax_failed_rooms_total"] == 0
     finally:
+        fleet.order.write_text("")
         front.kill()
 
 
