@@ -129,6 +129,7 @@ def _run(parts: Parts, args: argparse.Namespace) -> dict[str, Any]:
         "failed_with_a_reason": dict(tally.told),
         "made_good": {name: router.get(f"{metric}_total") for name, metric in _MADE_GOOD.items()},
         "faults": dict(faults.counts),
+        "slowest_repair_s": faults.slowest_s,
         "worst_s": tally.worst_s,
         **{name.replace(" ", "_"): len(sentences) for name, sentences in bad.items()},
         "sentences": [f"{name}: {text[:600]}" for name, texts in bad.items() for text in texts[:_SHOWN]],
@@ -145,6 +146,7 @@ class Faults:
     def __init__(self, instances: list[Instance], seed: int, busy: Callable[[], bool]) -> None:
         self.counts: Counter[str] = Counter()
         self.problems: list[str] = []
+        self.slowest_s = 0.0  # from a fault to an instance that is well again
         self._instances = instances
         self._random = random.Random(f"faults {seed}")
         self._busy = busy
@@ -154,11 +156,14 @@ class Faults:
         while self._wait(self._random.uniform(*_PAUSE)):
             instance = self._random.choice(self._instances)
             fault = self._random.choice(("kill all", "kill leader", "stop", "stop", "restart", "move"))
+            began = time.monotonic()
             try:
                 self._break(instance, fault)
             except Exception as error:  # noqa: BLE001 - whatever it is, the soak has found or made something broken
                 self.problems.append(f"{fault} of {instance.name}: {error!r}")
                 return
+            finally:
+                self.slowest_s = max(self.slowest_s, time.monotonic() - began)
 
     def _break(self, instance: Instance, fault: str) -> None:
         self.counts[f"{fault} {instance.role}"] += 1

@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ CONNECT_SECONDS = 10.0
 SILENCE_SECONDS = 600.0  # the longest pause in a request's tokens; the engine's own limits are shorter
 STATS_SECONDS = 5.0  # a scheduler that has not looped for this long is not healthy
 STATS_REUSE_SECONDS = 0.5
+FREE_SECONDS = 1.0  # in which an id's last request has ended, if its client has gone
 
 
 class Inbox:
@@ -134,6 +135,14 @@ class Leader:
             if not answer.done():
                 answer.set_exception(HttpError(503, reason))
         self._writer.close()
+
+    async def until_free(self, rids: Iterable[str]) -> None:
+        """Wait a moment for ids that are in use: a router that gives a lost request to another pair uses its id again,
+        and may be faster than the end of the first."""
+        wanted = list(rids)
+        deadline = time.monotonic() + FREE_SECONDS
+        while any(rid in self._inboxes for rid in wanted) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)
 
     def submit(self, requests: Sequence[wire.Generate]) -> Inbox:
         """Send requests to the engine.

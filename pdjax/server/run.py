@@ -18,7 +18,7 @@ from pdjax.server.vocabulary import Vocabulary
 
 
 class Run:
-    """The samples of one request, running. A context manager: leaving it aborts what has not ended.
+    """The samples of one request, running. An async context manager: leaving it aborts what has not ended.
 
     Args:
         resume: what other instances have told of them; see `replay`.
@@ -61,17 +61,18 @@ class Run:
         for frame in self._resume.told if self._resume is not None else ():
             self.outputs[int(frame.rid)].finish = {"type": "length", "length": 0}
 
-    def __enter__(self) -> Run:
+    async def __aenter__(self) -> Run:
         left = [output for output in self.outputs if output.finish is None]
         requests = [each.job.generate for each in left]
         if self._resume is not None:
             requests = [msgspec.structs.replace(each.job.generate, output_ids=each.token_ids) for each in left]
+        await self._leader.until_free(request.rid for request in requests)
         self._inbox = self._leader.submit(requests)
         self._submitted = self._running = len(left)
         self._metrics.running.inc(self._submitted)
         return self
 
-    def __exit__(
+    async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._metrics.running.dec(self._submitted)
@@ -111,7 +112,7 @@ class Run:
             HttpError: a sample has failed.
         """
         self._pass_over()
-        with self:
+        async with self:
             while not self.done:
                 await self.next()
         return self.outputs

@@ -88,7 +88,7 @@ async def send_stream(
             recall(delta)
         if count % REPLAYED == REPLAYED - 1:
             await asyncio.sleep(0)
-    with run:
+    async with run:
         while not run.done:
             delta = await run.next()
             data = say(delta) + (_told(delta) if noted else b"")

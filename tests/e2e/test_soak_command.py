@@ -23,15 +23,15 @@ def soak(*arguments: str, seconds: float) -> dict[str, Any]:
 
 def test_faults_cost_requests_and_never_a_token_or_a_page() -> None:
     result = soak("--minutes", "0.35", "--seed", "5", seconds=280)
-    assert result["ok"], result
-    assert sum(result["faults"].values()) >= 1 and result["answered"] > 0, result
+    assert result["ok"], json.dumps(result)
+    assert sum(result["faults"].values()) >= 1 and result["answered"] > 0, json.dumps(result)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1500)
 def test_2000_requests_without_faults_all_get_their_answer() -> None:
     result = soak("--no-faults", "--requests", "2000", "--minutes", "20", seconds=1400)
-    assert result["ok"] and result["requests"] >= 2000, result
+    assert result["ok"] and result["requests"] >= 2000, json.dumps(result)
 
 
 @pytest.mark.soak
@@ -39,4 +39,4 @@ def test_2000_requests_without_faults_all_get_their_answer() -> None:
 @pytest.mark.parametrize(("prefill", "decode"), [("2", "1"), ("1", "2")])
 def test_several_instances_of_a_role(prefill: str, decode: str) -> None:
     result = soak("--minutes", "2", "--prefill", prefill, "--decode", decode, seconds=1400)
-    assert result["ok"], result
+    assert result["ok"], json.dumps(result)

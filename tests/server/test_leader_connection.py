@@ -91,6 +91,19 @@ def test_an_id_is_free_again_after_the_end_and_nothing_that_has_ended_is_aborted
     with_leader(test)
 
 
+def test_an_id_whose_last_request_is_about_to_end_is_waited_for_and_another_is_not_for_long():
+    async def test(leader: Leader, peer: Peer) -> None:
+        inbox = leader.submit([REQUEST])
+        asyncio.get_running_loop().call_later(0.1, inbox.close_all, "its client has gone")
+        await leader.until_free(["a", "b"])
+        leader.submit([REQUEST])
+        await leader.until_free(["a"])
+        with pytest.raises(HttpError, match="running already"):
+            leader.submit([REQUEST])
+
+    with_leader(test)
+
+
 @pytest.mark.parametrize("lives", [1, 2])
 def test_what_still_comes_of_an_aborted_request_is_not_told_to_the_next_with_its_id(lives: int):
     async def test(leader: Leader, peer: Peer) -> None:
