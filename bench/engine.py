@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pdjax.launch.cache_folder import cache_root
-from pdjax.launch.local import free_ports
+from pdjax.launch.ports import free_ports
 from pdjax.launch.supervise import Child, end_all
 
 START_SECONDS = 900.0

@@ -16,7 +16,7 @@ import time
 import urllib.request
 from pathlib import Path
 
-from pdjax.launch.local import free_ports
+from pdjax.launch.ports import free_ports
 from pdjax.launch.supervise import Child, end_all
 
 START_SECONDS = 900.0

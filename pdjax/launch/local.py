@@ -8,7 +8,6 @@ import http.client
 import json
 import re
 import signal
-import socket
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from pdjax import config as configuration
 from pdjax.launch.instance import model_folder
+from pdjax.launch.ports import free_ports
 from pdjax.launch.supervise import Child, end_all
 
 START_SECONDS = 900.0  # the first start compiles every step
@@ -152,15 +152,6 @@ def _clear() -> str:
 
 def _stop(*_: object) -> None:
     raise Stopped
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of the loopback that nothing listens on now."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def _answer(parts: _Parts, prompt: str, max_tokens: int) -> None:

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pdjax.launch.local import free_ports
+from pdjax.launch.ports import free_ports
 from pdjax.launch.supervise import Child, end_all
 
 START_SECONDS = 900.0  # the first start compiles every step

@@ -17,6 +17,7 @@ import pytest
 from aiohttp import web
 from upstream import PATIENCE, Client, RouterProcess, Upstream, answer_ok, message, streams, wait_until, waits_forever
 
+from pdjax.launch.ports import free_ports
 from pdjax.router.app import serve
 from pdjax.router.fleet import FleetError, parse_instance
 from pdjax.router.rooms import with_rooms
@@ -40,11 +41,6 @@ def route(stack: ExitStack, prefill: list[str], decode: list[str], **options) ->
     return router
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
 def test_an_instance_may_say_who_it_is_in_pieces(stack):
     prefill, decode = (start(stack, role, padding="x" * 5000) for role in ("prefill", "decode"))
     prefill.in_pieces = decode.in_pieces = True
@@ -54,7 +50,7 @@ def test_an_instance_may_say_who_it_is_in_pieces(stack):
 
 
 def test_a_router_starts_before_its_instances_and_says_what_is_missing(stack):
-    prefill, port = start(stack, "prefill"), free_port()
+    prefill, port = start(stack, "prefill"), free_ports(1)[0]
     router = route(stack, [prefill.url], [f"http://127.0.0.1:{port}"])
     wait_until(lambda: b"no prefill" not in router.request("/health")[1])
     said = message(router.wait_for_health(503))
