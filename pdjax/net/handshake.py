@@ -27,7 +27,7 @@ _MAGIC = b"pdjax/link\n"
 _LENGTH = struct.Struct("<H")
 _MAX_MESSAGE = 1024
 _MAX_NONCE = 64
-STAMP_BYTES = 16
+_STAMP_BYTES = 16
 
 
 class Refused(Exception):
@@ -212,7 +212,7 @@ def _greeting(message: _Message) -> _Greeting:
 
 
 def _peer(who: _Greeting, secret: bytes | None, connector: _Greeting, acceptor: _Greeting) -> Peer:
-    return Peer(who.id, _mac(secret, b"stamp", connector, acceptor)[:STAMP_BYTES], who.patience)
+    return Peer(who.id, _mac(secret, b"stamp", connector, acceptor)[:_STAMP_BYTES], who.patience)
 
 
 def _mac(secret: bytes | None, side: bytes, connector: _Greeting, acceptor: _Greeting) -> bytes:

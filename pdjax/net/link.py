@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pdjax.net import mpi
+from pdjax.net.handshake import Peer
 
 MAX_BODY = 4 << 20  # bytes of one message
 WINDOW = 32  # messages under way at a time
@@ -56,18 +57,10 @@ class Link:
     _read_bytes = 4096  # at a time, from the connection
 
     def __init__(
-        self,
-        name: str,
-        peer: bytes,
-        communicator: Any,
-        connection: socket.socket,
-        *,
-        incoming: bool,
-        now: float,
-        stamp: bytes = b"",
+        self, name: str, peer: Peer, communicator: Any, connection: socket.socket, *, incoming: bool, now: float
     ) -> None:
         self.name = name
-        self.peer = peer  # the id of its process
+        self.peer = peer.id  # of its process
         self.host: str = connection.getpeername()[0]
         self.unreachable = False  # the host does not answer any more
         self.incoming = incoming
@@ -75,7 +68,7 @@ class Link:
         self.hello_deadline: float | None = now + _RECEIVE_BOUND
         self._mpi = mpi.load()
         self._communicator = communicator
-        self._stamp = stamp
+        self._stamp = peer.stamp
         self._outbox: deque[bytes] = deque()
         self._queued = 0  # bytes in the outbox
         self._sends: deque[_Transfer] = deque()

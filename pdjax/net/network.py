@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from pdjax.net import handshake, mpi
 from pdjax.net.events import Frame, LinkDown, LinkFailed, LinkUp, NetEvent
-from pdjax.net.handshake import NotAPeer, Refused, Wire
+from pdjax.net.handshake import NotAPeer, Peer, Refused, Wire
 from pdjax.net.link import MAX_BODY, Link, LinkBroken
 from pdjax.net.plain_link import PlainLink
 from pdjax.net.tcp import prepare_tcp
@@ -41,7 +41,7 @@ class _Join:
     """A connection whose two sides have agreed to join."""
 
     link: str
-    peer: handshake.Peer
+    peer: Peer
     connection: socket.socket
     plain: bool  # without MPI
     incoming: bool
@@ -53,8 +53,9 @@ class _Join:
 class Network:
     """`on_event` is called on the network's thread, or on a handshake's, and must only hand the event on.
 
-    After `close(link)` no event of that link comes any more, and its name may be used again. Methods may be called
-    from any thread and return at once, but for `stop`. Create it after everything else that uses MPI at start.
+    After `close(link)` no event of that link is handed on any more, and its name may be used again; those that wait
+    somewhere to be looked at look like the next link's then. Methods may be called from any thread and return at once,
+    but for `stop`. Create it after everything else that uses MPI at start.
     """
 
     def __init__(self, on_event: Callable[[NetEvent], None], *, secret: bytes | None) -> None:
@@ -345,17 +346,9 @@ class Network:
             join.done.set()
         now = time.monotonic()
         if communicator is None:
-            link = PlainLink(join.link, join.peer.id, join.connection, incoming=join.incoming, now=now)
+            link = PlainLink(join.link, join.peer, join.connection, incoming=join.incoming, now=now)
         else:
-            link = Link(
-                join.link,
-                join.peer.id,
-                communicator,
-                join.connection,
-                incoming=join.incoming,
-                now=now,
-                stamp=join.peer.stamp,
-            )
+            link = Link(join.link, join.peer, communicator, join.connection, incoming=join.incoming, now=now)
         with self._lock:
             wanted = self._owners.get(join.link) is join.owner
             if wanted:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 
+from pdjax.net.handshake import Peer
 from pdjax.net.link import CLOSING, MAX_BODY, RING, TAKEN, WINDOW, Link, LinkBroken
 
 _LENGTH_BYTES = 4
@@ -20,7 +21,7 @@ class PlainLink(Link):
 
     _read_bytes = 1 << 18
 
-    def __init__(self, name: str, peer: bytes, connection: socket.socket, *, incoming: bool, now: float) -> None:
+    def __init__(self, name: str, peer: Peer, connection: socket.socket, *, incoming: bool, now: float) -> None:
         super().__init__(name, peer, None, connection, incoming=incoming, now=now)
         self._input = bytearray()
         self._arrived: deque[bytes] = deque()

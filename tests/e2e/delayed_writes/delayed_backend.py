@@ -41,20 +41,20 @@ class DelayedBackend:
 
     def mapped(self, *where: Any) -> AbstractContextManager[int | None]:
         """While the file says anything of writes, all bytes go with them."""
-        return nullcontext() if self._said().replace("slow", "") else self._inner.mapped(*where)
+        return self._inner.mapped(*where) if said(self._file) in ("", "slow") else nullcontext()
 
     def write(self, write: Write) -> None:
-        said = self._said()
+        order = said(self._file)
         rank = os.environ["PMI_RANK"]
-        if said == "drop" or (write.region == PATH_REGION and said == f"lose tests {rank}"):
+        if order == "drop" or (write.region == PATH_REGION and order == f"lose tests {rank}"):
             self._on_event(WriteDone(write.id))
             return
-        if write.region != PATH_REGION and said == f"damage {rank}":
+        if write.region != PATH_REGION and order == f"damage {rank}":
             self._file.write_text("")
             print(f"a write of {write.nbytes} bytes is cut short", flush=True)
             self._inner.write(dataclasses.replace(write, nbytes=write.nbytes // 2))
             return
-        seconds = 0.0 if said.startswith(("damage", "lose tests", "slow")) else float(said or 0)
+        seconds = 0.0 if order.startswith(("damage", "lose tests", "slow")) else float(order or 0)
         if not seconds or write.region == PATH_REGION:
             self._inner.write(write)
             return
@@ -62,9 +62,6 @@ class DelayedBackend:
         timer = threading.Timer(seconds, self._inner.write, (write,))
         timer.daemon = True
         timer.start()
-
-    def _said(self) -> str:
-        return said(self._file)
 
 
 def said(file: Path) -> str:
